@@ -1,0 +1,1 @@
+"""FusionML: faster prompts for MLX-LM, on the CPU and the GPU at once."""
