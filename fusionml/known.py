@@ -1,0 +1,158 @@
+"""The models we know and what each of their layers is: which may split, and why not the others.
+
+Nothing is stored on a layer (a `Module` is a dict, and its contents are parameters, pickles and files), and
+nothing here keeps a model alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import liveness
+from .split import FLOAT_TYPES
+
+log = logging.getLogger("fusionml")
+
+MIN_WIDTH = 128
+"""Layers narrower than this on either side (routers, gates) have too little arithmetic to share."""
+
+UNKNOWN = "not of a known model"
+NARROW = f"narrower than {MIN_WIDTH}"
+QUANTIZED = "quantised: not split yet"
+NOT_UNDERSTOOD = "of a model whose structure is not understood"
+
+
+@dataclass
+class Layer:
+    """What is known of one layer; `reason` is None where it may split."""
+
+    ref: weakref.ref[nn.Module]
+    kind: str = ""
+    inputs: int = 0
+    outputs: int = 0
+    bias: bool = False
+    reason: str | None = UNKNOWN
+    live: bool = True
+    split_rows: int = 0
+    stock_rows: int = 0
+
+    @property
+    def arithmetic(self) -> int:
+        """Multiply-adds for one row."""
+        return self.inputs * self.outputs
+
+
+class KnownModels:
+    """The models that were loaded while patched or handed over, and their layers by identity."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._models: list[tuple[weakref.ref[nn.Module], bool]] = []
+        self._layers: dict[int, Layer] = {}
+
+    def add(self, model: nn.Module, *, from_loader: bool) -> None:
+        """Know `model` from now on; its layers are looked at when they are first called.
+
+        Not now, because loading goes on after this: sharding replaces layers, a pipeline drops blocks,
+        adapters wrap them.
+        """
+        with self._lock:
+            kept = [
+                (ref, by) for ref, by in self._models if (other := ref()) is not None and other is not model
+            ]
+            self._models = [*kept, (weakref.ref(model), from_loader)]
+            for key in [key for key, layer in self._layers.items() if layer.reason == UNKNOWN]:
+                del self._layers[key]
+
+    def models(self) -> list[nn.Module]:
+        with self._lock:
+            return [model for ref, _ in self._models if (model := ref()) is not None]
+
+    def find(self, layer: nn.Module) -> Layer:
+        """What is known of `layer`; a layer never seen before makes us look at the known models again."""
+        found = self._layers.get(id(layer))
+        if found is not None and found.ref() is layer:
+            return found
+        with self._lock:
+            self.scan()
+            found = self._layers.get(id(layer))
+            if found is None or found.ref() is not layer:
+                found = self._remember(layer, Layer(self._reference(layer)))
+            return found
+
+    def scan(self) -> None:
+        """Look at every known model again and remember its layers."""
+        with self._lock:
+            for ref, from_loader in self._models:
+                model = ref()
+                if model is not None:
+                    self._scan_model(model, from_loader)
+
+    def layers(self) -> list[Layer]:
+        """The layers of all known models that are alive, each once."""
+        self.scan()
+        with self._lock:
+            return [layer for layer in self._layers.values() if layer.reason != UNKNOWN]
+
+    def _scan_model(self, model: nn.Module, from_loader: bool) -> None:
+        understood = from_loader or liveness.runs_in_mlx_lm(model)
+        dead = liveness.dead_layers(model) if understood else None
+        reason = NOT_UNDERSTOOD if dead is None and from_loader else None
+        if dead is None:
+            dead = liveness.heads(model)
+        for module in liveness.walk(model):
+            seen = self._layers.get(id(module))
+            if _is_matrix(module) and (seen is None or seen.ref() is not module or seen.reason == UNKNOWN):
+                layer = _describe(module, self._reference(module))
+                layer.live = id(module) not in dead
+                layer.reason = reason or dead.get(id(module)) or layer.reason
+                self._remember(module, layer)
+
+    def _remember(self, module: nn.Module, layer: Layer) -> Layer:
+        self._layers[id(module)] = layer
+        return layer
+
+    def _reference(self, module: nn.Module) -> weakref.ref[nn.Module]:
+        key, layers = id(module), self._layers
+
+        def forget(ref: weakref.ref[nn.Module]) -> None:
+            if key in layers and layers[key].ref is ref:
+                del layers[key]
+
+        return weakref.ref(module, forget)
+
+
+def _is_matrix(module: nn.Module) -> bool:
+    """Whether a module of its own multiplies its input by a matrix of its own."""
+    weight = module.get("weight")
+    return isinstance(weight, mx.array) and weight.ndim >= 2 and not isinstance(module, nn.Embedding)
+
+
+def _describe(module: nn.Module, ref: weakref.ref[nn.Module]) -> Layer:
+    weight = module["weight"]
+    outputs, inputs = weight.shape[-2:]
+    if "scales" in module:
+        inputs = inputs * 32 // getattr(module, "bits", 32)
+        return Layer(ref, type(module).__name__, inputs, outputs, reason=QUANTIZED)
+    if type(module).__call__ is not nn.Linear.__call__:
+        return Layer(
+            ref, type(module).__name__, inputs, outputs, reason=f"{type(module).__name__}: not split"
+        )
+    bias = module.get("bias")
+    return Layer(ref, "linear", inputs, outputs, bias is not None, _unsuitable(weight, bias))
+
+
+def _unsuitable(weight: mx.array, bias: mx.array | None) -> str | None:
+    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+        return "weight or bias of an unusual shape"
+    if min(weight.shape) < MIN_WIDTH:
+        return NARROW
+    if weight.dtype not in FLOAT_TYPES:
+        return f"weight of type {weight.dtype}"
+    return None

@@ -1,0 +1,194 @@
+"""Integration: `patch()`, `unpatch()`, `patched()` and `status()`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import forwards, machine, split
+from .session import Session
+from .settings import Settings, resolve
+
+log = logging.getLogger("fusionml")
+
+
+@dataclass
+class Replacement:
+    """One function of somebody else's that ours stands in for."""
+
+    owner: Any
+    name: str
+    make: Callable[[Session, Any], Any]
+    original: Any = None
+    ours: Any = None
+
+    def install(self, session: Session) -> None:
+        if self.ours is None:
+            self.original = getattr(self.owner, self.name)
+            self.ours = self.make(session, self.original)
+            setattr(self.owner, self.name, self.ours)
+
+    def remove(self) -> bool:
+        """Put the original back; False if somebody replaced ours in the meantime."""
+        if self.ours is None:
+            return True
+        if getattr(self.owner, self.name) is not self.ours:
+            return False
+        setattr(self.owner, self.name, self.original)
+        self.ours = self.original = None
+        return True
+
+    @property
+    def label(self) -> str:
+        return f"{self.owner.__name__}.{self.name}"
+
+
+_lock = threading.RLock()
+_session = Session()
+_replacements: list[Replacement] = []
+_base: Settings | None = None
+_contexts: dict[object, Settings] = {}
+
+
+def patch(model: nn.Module | None = None, **settings: Any) -> None:
+    """Split the large linear layers of every model that MLX-LM loads from now on.
+
+    Calling it again only changes the settings. Models loaded before can be handed over; a model that is
+    neither loaded by MLX-LM nor handed over is never touched.
+
+    Args:
+        model: a model that is loaded already, to split as well.
+        **settings: the fields of `fusionml.settings.Settings`; what is not given is taken from the
+            environment (`FUSIONML_<NAME>`), then from the defaults.
+
+    Raises:
+        ValueError: a setting outside what is allowed; nothing is patched then.
+        TypeError: a setting that does not exist, or a model that is not an `nn.Module`.
+    """
+    global _base
+    if model is not None and not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; patch() takes an mlx.nn.Module")
+    resolved = resolve(settings, max_ratio=split.max_ratio())
+    with _lock:
+        _base = resolved
+        _apply()
+        if model is not None:
+            _session.known.add(model, from_loader=False)
+
+
+def unpatch() -> bool:
+    """Put every original function back; False if somebody wrapped one of ours in the meantime.
+
+    What somebody else put on top of ours is left where it is: a warning names it, and our function inside
+    only calls the original from then on.
+    """
+    global _base
+    with _lock:
+        _base = None
+        return _apply()
+
+
+class patched(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+    """`patch()` for the length of a block or of a decorated function; afterwards all is as before.
+
+    Args:
+        **settings: as for `patch()`.
+
+    Raises:
+        ValueError: a setting outside what is allowed, at once and not only on entering.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._settings = resolve(settings, max_ratio=split.max_ratio())
+        self._tokens: list[object] = []
+
+    def __enter__(self) -> patched:
+        token = object()
+        with _lock:
+            self._tokens.append(token)
+            _contexts[token] = self._settings
+            _apply()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        with _lock:
+            del _contexts[self._tokens.pop()]
+            _apply()
+
+
+def status() -> dict[str, Any]:
+    """What FusionML is doing, as plain data that JSON can hold.
+
+    Keys: `patched`, `backend`, `settings`, `table`, `calls` (prefill-sized calls by arm), `reasons` (the
+    stock ones among them by reason), `sites` (the decision for each shape), `skipped` (layers by reason),
+    `eligible` (share of the known models' linear arithmetic in prefill that may split), `probe_seconds`.
+    """
+    return {
+        "patched": _session.settings.enabled,
+        "backend": machine.backend(),
+        "settings": asdict(_session.settings),
+        "table": None,
+        "calls": dict(_session.calls),
+        "reasons": dict(_session.reasons),
+        "sites": _session.sites(),
+        "skipped": _session.skipped(),
+        "eligible": _session.eligible(),
+        "probe_seconds": 0.0,
+    }
+
+
+def _apply() -> bool:
+    """Make the process match the wanted settings: the innermost `patched()`, else `patch()`'s."""
+    wanted = next(reversed(_contexts.values()), _base)
+    if wanted is not None and wanted.enabled:
+        _install()
+        fresh = not _session.settings.enabled
+        _session.configure(wanted)
+        if fresh:
+            log.info("patched: large linear layers of models loaded from now on are split (%s)", _brief())
+        return True
+    if wanted is not None and not _session.settings.enabled:
+        log.info("off (enabled=False): everything is stock")
+    _session.configure(Settings(enabled=False) if wanted is None else wanted)
+    return True if wanted is not None else _remove()
+
+
+def _brief() -> str:
+    s = _session.settings
+    share = "measured or default" if s.ratio is None else s.ratio
+    return f"CPU share {share}, boundary {s.boundary}, from {s.min_rows} rows"
+
+
+def _install() -> None:
+    if not _replacements:
+        utils = importlib.import_module("mlx_lm.utils")
+        _replacements.extend(
+            [
+                Replacement(nn.Linear, "__call__", forwards.replace_linear),
+                Replacement(utils, "load_model", forwards.replace_load_model),
+                Replacement(mx, "set_wired_limit", forwards.replace_set_wired_limit),
+            ]
+        )
+    for replacement in _replacements:
+        replacement.install(_session)
+
+
+def _remove() -> bool:
+    kept = [replacement.label for replacement in _replacements if not replacement.remove()]
+    if kept:
+        warnings.warn(
+            f"{', '.join(kept)} was wrapped by somebody after fusionml.patch(): left as it is, and ours only "
+            "calls the original now; undo the other patch, then call fusionml.unpatch() again",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    return not kept
