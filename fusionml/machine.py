@@ -1,6 +1,7 @@
 """STUB"""
 
 import os
+
 import mlx.core as mx
 
 

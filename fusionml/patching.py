@@ -97,7 +97,7 @@ def unpatch() -> bool:
         return _apply()
 
 
-class patched(contextlib.ContextDecorator):  # noqa: N801 - used like a function
+class patched(contextlib.ContextDecorator):
     """`patch()` for the length of a block or of a decorated function; afterwards all is as before.
 
     Args:

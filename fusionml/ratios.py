@@ -1,6 +1,7 @@
 """STUB to be replaced"""
 
 from __future__ import annotations
+
 from dataclasses import dataclass
 
 

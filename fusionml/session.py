@@ -11,9 +11,8 @@ from typing import Any
 import mlx.core as mx
 
 from . import machine, split
-from .known import KnownModels, Layer
+from .known import MIN_WIDTH, KnownModels, Layer
 from .plans import Pair, Plan, decide
-from .known import MIN_WIDTH
 from .ratios import Site, bucket
 from .settings import Settings
 
@@ -97,7 +96,7 @@ class Session:
         return may / total if total else None
 
     def shared(self) -> tuple[int, float]:
-        """Prompt tokens seen in prefill-sized calls, and the share of their linear arithmetic that was split."""
+        """Prompt tokens of prefill-sized calls, and the share of their linear arithmetic that was split."""
         layers = self.known.layers()
         tokens = max((layer.split_rows + layer.stock_rows for layer in layers), default=0)
         split_work = sum(layer.split_rows * layer.arithmetic for layer in layers)
