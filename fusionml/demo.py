@@ -25,7 +25,7 @@ CONFIG = {
     "vocab_size": 258,
     "max_position_embeddings": 8192,
     "rope_theta": 10000.0,
-    "tie_word_embeddings": True,
+    "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
     "bos_token_id": 256,
     "eos_token_id": 257,

@@ -146,6 +146,11 @@ def status() -> dict[str, Any]:
     }
 
 
+def session() -> Session:
+    """The state of this process."""
+    return _session
+
+
 def _apply() -> bool:
     """Make the process match the wanted settings: the innermost `patched()`, else `patch()`'s."""
     wanted = next(reversed(_contexts.values()), _base)

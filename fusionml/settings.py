@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 MAX_RATIO = 0.5
@@ -65,6 +66,13 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
     "quantized": (_flag, "0 or 1"),
     "moe": (_flag, "0 or 1"),
 }
+
+
+def home() -> Path:
+    """The folder of all files of ours; safe to delete."""
+    if given := os.environ.get("FUSIONML_HOME"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fusionml"
 
 
 def names() -> tuple[str, ...]:
