@@ -54,6 +54,14 @@ def max_ratio() -> float:
     return MAX_RATIO if mx.default_device() == mx.gpu else MAX_EQUAL_RATIO
 
 
+def row_multiple(rows: int) -> int:
+    """What the CPU's rows are a multiple of in a call of `rows` rows: 32, less for a small batch."""
+    multiple = ROW_MULTIPLE
+    while multiple * 8 > rows and multiple > 1:
+        multiple //= 2
+    return multiple
+
+
 def cpu_rows(rows: int, ratio: float) -> int:
     """The number of rows `m` that the CPU takes.
 
@@ -62,9 +70,7 @@ def cpu_rows(rows: int, ratio: float) -> int:
     """
     if ratio <= 0 or rows < 2:
         return 0
-    multiple = ROW_MULTIPLE
-    while multiple * 8 > rows and multiple > 1:
-        multiple //= 2
+    multiple = row_multiple(rows)
     m = round(rows * ratio / multiple) * multiple
     return min(max(m, multiple), rows - 1)
 

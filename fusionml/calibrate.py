@@ -1,0 +1,375 @@
+"""Measures each shape's best CPU share under contention and fills the ratio table (paper, Section 4).
+
+`python -m fusionml.calibrate --model M`. What is timed is the real thing: `split` itself, on evaluated inputs,
+with the model's own weights, against the layer as MLX computes it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from . import machine, split
+from .known import KnownModels, Layer
+from .measure import relative_error
+from .ratios import Choice, Probe, RatioSearch, Site, bucket
+from .table import Entry, RatioTable
+
+DEFAULT_ROWS = (512, 1024, 2048)
+"""Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
+LEAST_ROWS = 16
+CACHE_BYTES = 256 * 2**20
+"""Weights are taken in turn from so many bytes of layers, more than a last-level cache holds."""
+TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
+"""Largest error of a split against stock, relative to the largest output (float16's is the paper's)."""
+
+
+class NothingToCalibrateError(Exception):
+    """The model has no layer that may split; the message says why, for each kind of layer."""
+
+
+@dataclass
+class Shape:
+    """All layers of a model that share one decision but for their rows."""
+
+    kind: str
+    dtype: mx.Dtype
+    inputs: int
+    outputs: int
+    bias: bool
+    layers: list[nn.Module] = field(default_factory=list)
+    boundaries: float = 0.0
+    """Boundaries that these layers cause: a layer that shares its input with others causes a part of one."""
+
+    @property
+    def work(self) -> int:
+        """Multiply-adds for one row, all layers together."""
+        return self.inputs * self.outputs * len(self.layers)
+
+    def site(self, rows: int) -> Site:
+        return Site(self.kind, dtype_name(self.dtype), self.inputs, self.outputs, self.bias, bucket(rows))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was found for one site; `left_out` says why nothing, or not everything, was."""
+
+    site: Site
+    choice: Choice | None
+    cpu_dtype: str
+    seconds: float
+    error: float | None = None
+    left_out: str | None = None
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """`bfloat16` for `mx.bfloat16`."""
+    return str(dtype).rsplit(".", 1)[-1]
+
+
+# --- what to measure
+
+
+def shapes(model: nn.Module) -> list[Shape]:
+    """The shapes of `model` that may split, the one with the most arithmetic first.
+
+    Raises:
+        NothingToCalibrateError: there is none.
+    """
+    known = KnownModels()
+    known.add(model, from_loader=True)
+    layers = known.layers()
+    sharing = _sharing(model)
+    found: dict[tuple[Any, ...], Shape] = {}
+    for layer in layers:
+        module = layer.ref()
+        if layer.reason is None and module is not None:
+            key = (layer.kind, module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
+            shape = found.setdefault(key, Shape(*key))
+            shape.layers.append(module)
+            shape.boundaries += 1 / sharing.get(id(module), 1)
+    if not found:
+        raise NothingToCalibrateError(_why_nothing(layers))
+    return sorted(found.values(), key=lambda shape: shape.work, reverse=True)
+
+
+def _why_nothing(layers: Iterable[Layer]) -> str:
+    reasons: dict[str, int] = {}
+    for layer in layers:
+        text = f"{layer.kind} layers {layer.reason}"
+        reasons[text] = reasons.get(text, 0) + 1
+    return "; ".join(f"{count} {text}" for text, count in sorted(reasons.items())) or "it has no linear layers"
+
+
+def _sharing(model: nn.Module) -> dict[int, int]:
+    """How many layers are called with the very input of each layer: they share one boundary.
+
+    Seen by building the graph of a two-token prompt, which computes nothing. Empty where the model cannot
+    be called so, and then every layer is charged with a boundary of its own.
+    """
+    inputs: dict[int, tuple[mx.array, list[int]]] = {}
+    stock = nn.Linear.__call__
+
+    def seen(self: nn.Module, x: mx.array) -> mx.array:
+        inputs.setdefault(id(x), (x, []))[1].append(id(self))
+        return stock(self, x)
+
+    nn.Linear.__call__ = seen
+    try:
+        model(mx.zeros((1, 2), mx.int32))
+    except Exception:
+        return {}
+    finally:
+        nn.Linear.__call__ = stock
+    return {layer: len(layers) for _, layers in inputs.values() for layer in layers}
+
+
+# --- timing
+
+
+def boundary_seconds(links: int = 16, repeats: int = 7) -> float:
+    """What one boundary costs on this machine: the host's round trip, which stock's lazy graph never makes.
+
+    A chain of small products evaluated at once, against the same chain evaluated link by link.
+    """
+    weight = mx.zeros((256, 256))
+    x = mx.zeros((32, 256))
+
+    def chain(eager: bool) -> float:
+        start, y = time.perf_counter(), x
+        for _ in range(links):
+            y = y @ weight
+            if eager:
+                mx.eval(y)
+        mx.eval(y)
+        return time.perf_counter() - start
+
+    chain(True)
+    pairs = [(chain(False), chain(True)) for _ in range(repeats)]
+    return max(0.0, float(np.median([eager - lazy for lazy, eager in pairs])) / links)
+
+
+class Bench:
+    """Times the probes of one shape at one number of rows.
+
+    Args:
+        shape: what is timed; its layers' weights are used in turn.
+        rows: rows of the whole call.
+        cpu_dtype: `native` or `float32`, of the CPU part.
+        random_weights: make weights of the shape instead of reading the layers'.
+    """
+
+    def __init__(self, shape: Shape, rows: int, cpu_dtype: str, random_weights: bool) -> None:
+        self.rows, self.cpu_dtype = rows, cpu_dtype
+        size = shape.inputs * shape.outputs * shape.dtype.size
+        most = max(2, -(-CACHE_BYTES // size))
+        self.weights = [
+            _parameters(shape, module, random_weights) for module in shape.layers[: min(most, len(shape.layers))]
+        ]
+        self.x = mx.random.normal((rows, shape.inputs), key=mx.random.key(0)).astype(shape.dtype)
+        mx.eval(self.x, [a for pair in self.weights for a in pair if a is not None])
+        self._turn = 0
+
+    def seconds(self, probe: Probe) -> float:
+        """One sample of a probe."""
+        self._turn += 1
+        weight, bias = self.weights[self._turn % len(self.weights)]
+        start = time.perf_counter()
+        mx.eval(self._compute(probe, weight, bias))
+        return time.perf_counter() - start
+
+    def _compute(self, probe: Probe, weight: mx.array, bias: mx.array | None) -> mx.array:
+        if probe.kind == "stock":
+            return self.stock(weight, bias)
+        if probe.kind == "solo":
+            return split.linear_parts(self.x, weight, bias, probe.cpu_rows, "eager", self.cpu_dtype)[0]
+        return split.run_linear(self.x, weight, bias, probe.cpu_rows, "eager", self.cpu_dtype)
+
+    def stock(self, weight: mx.array, bias: mx.array | None) -> mx.array:
+        return self.x @ weight.T if bias is None else mx.addmm(bias, self.x, weight.T)
+
+    def error(self, cpu_rows: int) -> float:
+        """Largest difference of the split from stock, relative to stock's largest output."""
+        weight, bias = self.weights[0]
+        both = split.run_linear(self.x, weight, bias, cpu_rows, "eager", self.cpu_dtype)
+        wide = [np.array(a.astype(mx.float32)) for a in (both, self.stock(weight, bias))]
+        return relative_error(*wide)
+
+
+def _parameters(shape: Shape, module: nn.Module, made_up: bool) -> tuple[mx.array, mx.array | None]:
+    if not made_up:
+        return module["weight"], module.get("bias")
+    scale = shape.inputs**-0.5
+    weight = (mx.random.normal((shape.outputs, shape.inputs)) * scale).astype(shape.dtype)
+    return weight, mx.zeros((shape.outputs,), shape.dtype) if shape.bias else None
+
+
+# --- the search
+
+
+def cpu_dtypes(setting: str, dtype: mx.Dtype) -> list[str]:
+    """What the CPU part may compute in: both where both are safe.
+
+    On macOS half-precision products have been seen to crash in the CPU's library, so `auto` is float32 only.
+    """
+    first = split.resolve_cpu_dtype(setting, dtype)
+    if setting == "auto" and dtype in split.HALF_TYPES and sys.platform != "darwin":
+        return ["native", "float32"]
+    return [first]
+
+
+def search_site(
+    shape: Shape,
+    rows: int,
+    *,
+    seconds: float,
+    boundary: float,
+    cpu_dtype: str = "auto",
+    grid: Sequence[float] | None = None,
+    random_weights: bool = False,
+) -> Outcome:
+    """The best share of one site within `seconds`, over all CPU types that are safe."""
+    started, found, unfinished = time.perf_counter(), [], None
+    charge = boundary * shape.boundaries / len(shape.layers)
+    names = cpu_dtypes(cpu_dtype, shape.dtype)
+    for number, name in enumerate(names, 1):
+        bench = Bench(shape, rows, name, random_weights)
+        search = RatioSearch(
+            rows=rows,
+            max_ratio=split.max_ratio(),
+            grid=grid,
+            boundary_seconds=charge,
+            multiple=split.row_multiple(rows),
+        )
+        bench.seconds(Probe("stock"))  # the first touch of anything never counts
+        if not _drive(search, bench, started + seconds * number / len(names)):
+            unfinished = f"out of time after {search.stop_early().samples} samples"
+        choice = search.best_so_far()
+        if choice.seconds is not None:
+            found.append((choice.seconds, choice, name, bench))
+    spent = time.perf_counter() - started
+    if not found or (unfinished and all(choice.ratio == 0 for _, choice, _, _ in found)):
+        return Outcome(shape.site(rows), None, names[0], spent, None, unfinished)
+    _, choice, name, bench = min(found, key=lambda item: item[0])
+    return _verified(shape.site(rows), choice, name, bench, spent, unfinished)
+
+
+def _drive(search: RatioSearch, bench: Bench, deadline: float) -> bool:
+    """Answer the search's questions until it is done (True) or there is no time for the next."""
+    while (probe := search.next()) is not None:
+        expected = search.expected_seconds(probe) or 0.0
+        if time.perf_counter() + expected > deadline:
+            return False
+        search.tell(probe, bench.seconds(probe))
+    return True
+
+
+def _verified(
+    site: Site, choice: Choice, cpu_dtype: str, bench: Bench, seconds: float, left_out: str | None
+) -> Outcome:
+    """The outcome, if the chosen split computes what stock does."""
+    if choice.ratio == 0:
+        return Outcome(site, choice, cpu_dtype, seconds, None, left_out)
+    error = bench.error(split.cpu_rows(bench.rows, choice.ratio))
+    allowed = TOLERANCE[site.dtype]
+    if not error <= allowed:
+        wrong = f"the split differs from stock by {error:.2g}, more than {allowed:.2g}: not used"
+        return Outcome(site, None, cpu_dtype, seconds, error, wrong)
+    return Outcome(site, choice, cpu_dtype, seconds, error, left_out)
+
+
+def calibrate(
+    model: nn.Module,
+    *,
+    rows: Sequence[int] = DEFAULT_ROWS,
+    budget: float = 60.0,
+    table: RatioTable | None = None,
+    cpu_dtype: str = "auto",
+    grid: Sequence[float] | None = None,
+    random_weights: bool = False,
+    progress: Callable[[str, float, float], None] = lambda what, spent, budget: None,
+) -> list[Outcome]:
+    """Measure every site of `model` and put what was found into `table`.
+
+    The budget goes where the model spends its own time: the shapes with the most arithmetic first, each with
+    its share of what is left. What is finished is saved at once, so an interruption keeps it.
+
+    Args:
+        model: an MLX-LM model.
+        rows: rows of the calls to measure, each at least 16.
+        budget: seconds in all.
+        table: what to fill and save; None only measures.
+        cpu_dtype: the setting of that name.
+        grid: candidate ratios instead of the search's own, to repeat the paper.
+        random_weights: use made-up weights of the model's shapes instead of its own.
+        progress: told (site, seconds spent, budget).
+
+    Raises:
+        ValueError: rows below 16, or a budget that is not positive.
+        NothingToCalibrateError: no layer may split.
+    """
+    check_options(rows, budget)
+    started = time.perf_counter()
+    boundary = boundary_seconds()
+    jobs = sorted(((shape, n) for shape in shapes(model) for n in set(rows)), key=_work, reverse=True)
+    outcomes: list[Outcome] = []
+    left = sum(_work(job) for job in jobs)
+    for job in jobs:
+        shape, n = job
+        spent = time.perf_counter() - started
+        progress(shape.site(n).key(), spent, budget)
+        # What earlier ones did not use is shared among those that are left.
+        allowance = (budget - spent) * _work(job) / left
+        left -= _work(job)
+        outcome = search_site(
+            shape,
+            n,
+            seconds=allowance,
+            boundary=boundary,
+            cpu_dtype=cpu_dtype,
+            grid=grid,
+            random_weights=random_weights,
+        )
+        outcomes.append(outcome)
+        if table is not None and outcome.choice is not None:
+            table.put(outcome.site, _entry(outcome, outcome.choice))
+            table.save()
+    progress("done", time.perf_counter() - started, budget)
+    return outcomes
+
+
+def check_options(rows: Sequence[int], budget: float) -> None:
+    """Refuse what cannot be measured.
+
+    Raises:
+        ValueError: names the option, the value and what is allowed.
+    """
+    for n in rows:
+        if n < LEAST_ROWS:
+            raise ValueError(f"rows={n} is below {LEAST_ROWS}, fewer than can be split")
+    if not 0 < budget < float("inf"):
+        raise ValueError(f"budget={budget} is not a positive number of seconds")
+
+
+def _work(job: tuple[Shape, int]) -> int:
+    return job[0].work * job[1]
+
+
+def _entry(outcome: Outcome, choice: Choice) -> Entry:
+    return Entry(
+        ratio=choice.ratio,
+        gain=choice.gain,
+        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        spread=choice.spread,
+        power=machine.conditions()["power_source"],
+        samples=choice.samples,
+        cpu_dtype=outcome.cpu_dtype,
+    )
