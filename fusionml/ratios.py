@@ -1,8 +1,8 @@
 """Which share of a layer's rows the CPU should take: where to look, when to stop, what to answer.
 
-No MLX, no clock, no files: whoever measures asks `RatioSearch` what to time next and tells it how long that
-took. The paper's Section 4 is the reason to measure the split itself: while both units run, both slow down, so
-a ratio composed from their speeds alone gives the CPU too much.
+No MLX, no clock, no files: whoever measures asks `RatioSearch` what to time next and tells it how long it
+took. The paper's Section 4 is the reason to measure the split itself: while both units run, both slow down,
+so a ratio composed from their speeds alone gives the CPU too much.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 from typing import Literal
 
@@ -24,11 +25,16 @@ ROW_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 LARGEST_RATIO = 0.9
 """No search and no table goes beyond it: past it the current stream would be the helper."""
 
-FINE_STEP = 0.025
-"""The search resolves ratios at least this finely, unless `multiple` rows are a larger share than that."""
+FINE_STEP = 1 / 64
+"""The search resolves ratios this finely, unless `multiple` rows are a larger share than that."""
+
+EXHAUSTIVE_STEP = 0.025
+"""Step of the exhaustive grid that a search may take half the samples of."""
 
 _SCREEN_REPEATS = 3
 _EXPLORE_REPEATS = 3
+_MOST_REPEATS = 4  # times `repeats`, for a ratio whose place stays in dispute
+_ASSUMED_SPREAD = 0.05  # until something was timed three times
 _BOUND_SLACK = 1.1  # the fit of the solo rates is noisy, and a bound too low would hide the optimum
 
 
@@ -40,7 +46,7 @@ class Site:
     """What one decision is made for.
 
     `kind` ('linear', 'quantized', ...) and `dtype` ('bfloat16', 'u4g64-float16', ...) are free words without
-    '/' or white space. `inputs` and `outputs` are the layer's K and N; `rows` is the lower bound of its bucket
+    '/' or white space. `inputs` and `outputs` are the layer's K and N; `rows` is its bucket's lower bound
     (see `bucket`; 0 means below every bucket). A wrong value is a ValueError that names it.
     """
 
@@ -87,14 +93,14 @@ def bucket(rows: int, edges: Sequence[int] = ROW_EDGES) -> int:
 # --- answers without a measurement ------------------------------------------------------------------------
 
 
-def default_ratio(pair: str, *, cpu_float32: bool = False) -> float:
+def default_ratio(pair: str, *, widened: bool = False) -> float:
     """The ratio where there is no table.
 
     'metal': 0.30, what the paper ran end to end (Section 5.4); half of that where the CPU part computes
-    half-precision weights in float32 (`cpu_float32`), which it does at a lower rate. 'cpu', two equal CPU
+    half-precision weights in float32 (`widened`), at a lower rate. 'cpu', two equal CPU
     streams: 0.50. 'cuda': 0, because a discrete GPU leaves the CPU nothing worth its boundaries.
     """
-    defaults = {"metal": 0.15 if cpu_float32 else 0.30, "cpu": 0.50, "cuda": 0.0}
+    defaults = {"metal": 0.15 if widened else 0.30, "cpu": 0.50, "cuda": 0.0}
     if pair not in defaults:
         raise ValueError(f"pair is {pair!r}: use one of {', '.join(map(repr, defaults))}")
     return defaults[pair]
@@ -144,7 +150,7 @@ class Choice:
     gain: float
     reason: str
     samples: int
-    spread: float
+    spread: float | None
     stock_seconds: float | None = None
     seconds: float | None = None
     cpu_rate: float | None = None
@@ -213,7 +219,7 @@ class RatioSearch:
         self._step_rows = max(1, math.floor(FINE_STEP * rows / multiple)) * multiple
         self._candidates = self._on_grid(grid) if grid is not None else self._every_step(max_ratio)
         self._solo = self._solo_probes(solo_rows)
-        self._cap = max(12, (round(max_ratio / FINE_STEP) + 1) * repeats // 2)
+        self._cap = max(12, (round(max_ratio / EXHAUSTIVE_STEP) + 1) * repeats // 2)
         self._samples: dict[Probe, list[float]] = {}
         self._stopped = False
 
@@ -275,17 +281,19 @@ class RatioSearch:
         refusal = self._refusal()
         if refusal is not None:
             return self._choice(0.0, refusal)
-        explored = self._explored(least=1)
-        if len(explored) < 2 or 0.0 not in explored:
+        times = self._smoothed(self._explored(least=1))
+        if len(times) < 2 or 0.0 not in times:
             return self._choice(0.0, "no split was timed yet")
-        fastest = min(explored, key=explored.__getitem__)
-        limit = explored[fastest] * (1 + self.tolerance)
-        ratio = min(r for r, seconds in explored.items() if seconds <= limit)
-        if ratio == 0 or explored[0.0] - explored[ratio] < 2 * self._doubt(0.0, ratio) * explored[ratio]:
-            best = min((r for r in explored if r), key=explored.__getitem__)
+        chosen, fastest = self._smallest_fast(times)
+        if chosen == 0 or self._ties_with_stock(chosen, times):
+            best = min((r for r in times if r), key=times.__getitem__)
             return self._choice(0.0, f"the best split, at {best:.3f}, is not measurably faster than stock")
-        why = "the fastest" if ratio == fastest else f"within {self.tolerance:.0%} of the fastest, {fastest:.3f}"
-        return self._choice(ratio, f"{why}, of {len(explored)} ratios timed")
+        why = (
+            "the fastest"
+            if chosen == fastest
+            else f"within {self.tolerance:.0%} of the fastest, {fastest:.3f}"
+        )
+        return self._choice(chosen, f"{why}, of {len(times) - 1} ratios timed")
 
     def _choice(self, ratio: float, reason: str) -> Choice:
         stock, seconds, solo = self._seconds(0.0), self._seconds(ratio), self._solo_fit()
@@ -349,7 +357,22 @@ class RatioSearch:
         ratios = [r for r in [0.0, *self._candidates] if self._count(r) >= least]
         return {r: seconds for r in ratios if (seconds := self._seconds(r)) is not None}
 
-    def _spread(self) -> float:
+    def _valley(self, explored: dict[float, float]) -> _Valley | None:
+        # Without stock: what a split costs at all is a step at 0 that no line should follow.
+        points = [(r, seconds, self._count(r)) for r, seconds in explored.items() if r]
+        return _fit_valley(points, (self._of_median() * min(explored.values())) ** 2)
+
+    def _smoothed(self, explored: dict[float, float]) -> dict[float, float]:
+        """The times read from two lines through all of them, where those fit as well as the spread allows.
+
+        One median of five samples is too noisy to tell neighbours 2 % apart; the lines pool all of them.
+        """
+        valley = self._valley(explored)
+        if valley is None or valley.misfit > 2:
+            return explored
+        return {r: valley.at(r) if r else seconds for r, seconds in explored.items()}
+
+    def _spread(self) -> float | None:
         """Relative deviation of one sample, pooled over all that was timed at least three times."""
         deviations = []
         for samples in self._samples.values():
@@ -357,11 +380,16 @@ class RatioSearch:
                 middle, n = median(samples), len(samples)
                 # A median of few is drawn to its own samples: n / (n - 1) makes up for that.
                 deviations += [abs(s / middle - 1) * n / (n - 1) for s in samples]
-        return 1.4826 * median(deviations) if deviations else 0.0
+        return 1.4826 * median(deviations) if deviations else None
+
+    def _of_median(self) -> float:
+        """Relative standard error of a median, times the root of its samples."""
+        spread = self._spread()
+        return 1.25 * (_ASSUMED_SPREAD if spread is None else spread)
 
     def _doubt(self, *ratios: float) -> float:
         """Standard error, relative, of the difference (or sum) of these ratios' medians."""
-        return 1.25 * self._spread() * math.sqrt(sum(1 / max(1, self._count(r)) for r in ratios))
+        return self._of_median() * math.sqrt(sum(1 / max(1, self._count(r)) for r in ratios))
 
     # --- screening: each unit alone ---
 
@@ -383,7 +411,9 @@ class RatioSearch:
             return None
         alone = median(first)
         if alone > stock * (2 if min(len(first), self._count(0.0)) < _SCREEN_REPEATS else 1):
-            return f"{self._solo[0].cpu_rows} rows alone on the CPU take longer than stock for all {self.rows}"
+            return (
+                f"{self._solo[0].cpu_rows} rows alone on the CPU take longer than stock for all {self.rows}"
+            )
         solo = self._solo_fit()
         if solo is None or len(self._samples[self._solo[-1]]) < _SCREEN_REPEATS:
             return None
@@ -411,12 +441,12 @@ class RatioSearch:
             return screen
         ratios = [r for r in self._unexplored() if self._count(r) < _EXPLORE_REPEATS] or self._contested()
         splits = sum(self._count(r) for r in self._candidates)
-        if ratios and self._count(0.0) < max(_SCREEN_REPEATS, splits // 4):
+        if ratios and self._count(0.0) < max(_SCREEN_REPEATS, splits // 6):
             return [STOCK]
         return [self._probe(r) for r in ratios]
 
     def _unexplored(self) -> list[float]:
-        """Ratios to time next: the coarse ones about the balance, outwards until they bracket, then inside."""
+        """Ratios to time next: coarse ones about the balance, outwards until they bracket, then inside."""
         useful, explored = self._useful(), self._explored()
         if self._gridded:
             return [r for r in useful if r not in explored]
@@ -449,58 +479,112 @@ class RatioSearch:
         return coarse[max(0, at - 1) : at + 2]
 
     def _inside(self, best: float, explored: dict[float, float], useful: list[float]) -> list[float]:
-        """One candidate between the best ratio and its neighbours: the estimated knee, else a midpoint."""
-        known = sorted(explored)
-        at = known.index(best)
-        low, high = known[max(0, at - 1)], known[min(len(known) - 1, at + 1)]
-        open_ = [r for r in useful if low < r < high and r not in explored]
-        knee = estimated_knee(explored)
-        near = [r for r in open_ if knee is not None and abs(r - knee) <= self.step / 2]
-        if near:
-            return near[:1]
-        sides = [[r for r in open_ if r < best], [r for r in open_ if r > best]]
-        widest = max(sides, key=len)
-        return [widest[len(widest) // 2]] if len(widest) > 1 else []
+        """One candidate between the ratios that are surely slower: the estimated knee, else a midpoint."""
+        limits = {r: explored[best] * (1 + self._doubt(r, best)) for r in explored}
+        slower = [r for r in explored if explored[r] > limits[r]]
+        low = max((r for r in slower if r < best), default=0.0)
+        high = min((r for r in slower if r > best), default=1.0)
+        inside = [r for r in useful if low < r < high and r not in explored]
+        valley = self._valley(explored)
+        knee = [r for r in inside if valley and valley.knee and abs(r - valley.knee) <= self.step / 2]
+        if knee:
+            return knee[:1]
+        marks = sorted({low, high, *(r for r in explored if low < r < high)})
+        gaps = [[r for r in inside if a < r < b] for a, b in pairwise(marks) if b - a > 3.5 * FINE_STEP]
+        widest = max(gaps, key=len, default=[])
+        return widest[len(widest) // 2 :][:1]
 
     def _contested(self) -> list[float]:
         """Ratios whose place in the answer the spread leaves open, or that it rests on with few samples."""
-        explored = self._explored()
-        fastest = min(explored, key=explored.__getitem__)
-        limit = explored[fastest] * (1 + self.tolerance)
-        chosen = min(r for r, seconds in explored.items() if seconds <= limit)
-        short = [r for r in (0.0, chosen, fastest) if self._count(r) < self.repeats]
-        if self._gridded:
-            short = [r for r in explored if self._count(r) < self.repeats]
+        times = self._smoothed(self._explored())
+        chosen, fastest = self._smallest_fast(times)
+        rests_on = times if self._gridded else {0.0, chosen, fastest}
+        short = [r for r in rests_on if self._count(r) < self.repeats]
         if short:
-            return sorted(set(short))
-        open_ = [r for r in explored if r < fastest and self._open(explored[r] / limit - 1, r, fastest)]
-        return sorted({*open_, fastest}) if open_ else []
+            return sorted(short)
+        limit = times[fastest] * (1 + self.tolerance)
+        smaller = [r for r in times if r < fastest and abs(times[r] / limit - 1) < self._doubt(r, fastest)]
+        disputed = {*smaller, fastest} if smaller else set()
+        if chosen and self._ties_with_stock(chosen, times):
+            disputed |= {0.0, chosen}
+        return sorted(r for r in disputed if self._count(r) < _MOST_REPEATS * self.repeats)
 
-    def _open(self, difference: float, *ratios: float) -> bool:
-        return abs(difference) < self._doubt(*ratios) and min(map(self._count, ratios)) < 4 * self.repeats
+    def _smallest_fast(self, times: dict[float, float]) -> tuple[float, float]:
+        """The smallest ratio within the tolerance of the fastest, and the fastest."""
+        fastest = min(times, key=times.__getitem__)
+        limit = times[fastest] * (1 + self.tolerance)
+        return min(r for r, seconds in times.items() if seconds <= limit), fastest
+
+    def _ties_with_stock(self, ratio: float, times: dict[float, float]) -> bool:
+        return times[0.0] / times[ratio] - 1 < 2 * self._doubt(0.0, ratio)
 
 
-def estimated_knee(seconds: dict[float, float]) -> float | None:
-    """Where a falling and a rising line through the measured times meet, least squares; None without one."""
-    points = sorted(seconds.items())
-    best: tuple[float, float] | None = None
-    for at in range(2, len(points) - 1):
-        left, right = _line(points[:at]), _line(points[at:])
-        if not left[1] < 0 < right[1]:
+_Point = tuple[float, float, int]  # ratio, seconds, samples
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Least squares through points weighted by their samples; a single point is a level line."""
+
+    offset: float
+    slope: float
+    error: float
+
+    def at(self, ratio: float) -> float:
+        return self.offset + self.slope * ratio
+
+    @classmethod
+    def through(cls, points: Sequence[_Point]) -> _Line:
+        total = sum(n for _, _, n in points)
+        x_mean = sum(n * x for x, _, n in points) / total
+        y_mean = sum(n * y for _, y, n in points) / total
+        xx = sum(n * (x - x_mean) ** 2 for x, _, n in points)
+        slope = sum(n * (x - x_mean) * (y - y_mean) for x, y, n in points) / xx if xx else 0.0
+        offset = y_mean - slope * x_mean
+        return cls(offset, slope, sum(n * (y - offset - slope * x) ** 2 for x, y, n in points))
+
+
+@dataclass(frozen=True)
+class _Valley:
+    """Two lines: falling up to `last`, while the current stream is the critical path, and then rising.
+
+    `knee` is where they meet, None where the rising side is too short to say. `misfit` is the mean squared
+    error in units of what the spread explains, `score` what models are compared by.
+    """
+
+    falling: _Line
+    rising: _Line | None
+    last: float
+    knee: float | None
+    misfit: float
+    score: float
+
+    def at(self, ratio: float) -> float:
+        return self.rising.at(ratio) if self.rising and ratio > self.last else self.falling.at(ratio)
+
+
+def _fit_valley(points: Sequence[_Point], variance: float) -> _Valley | None:
+    """The best falling and rising line through points in ascending order; None where there are none.
+
+    `variance` is that of one sample. A second sloping line must explain more than its two parameters would
+    of noise alone (Akaike's criterion).
+    """
+    fits = []
+    for at in range(2, len(points) + 1):
+        falling, rest = _Line.through(points[:at]), points[at:]
+        rising = _Line.through(rest) if rest else None
+        if falling.slope >= 0 or (len(rest) > 1 and rising and rising.slope <= 0):
             continue
-        meet = (left[0] - right[0]) / (right[1] - left[1])
-        if points[at - 1][0] <= meet <= points[at][0] and (best is None or left[2] + right[2] < best[0]):
-            best = left[2] + right[2], meet
-    return best[1] if best else None
-
-
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Offset, slope and squared error of the least-squares line through two or more points."""
-    x_mean = sum(x for x, _ in points) / len(points)
-    y_mean = sum(y for _, y in points) / len(points)
-    slope = sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
-    offset = y_mean - slope * x_mean
-    return offset, slope, sum((y - offset - slope * x) ** 2 for x, y in points)
+        knee = None
+        if rising and len(rest) > 1:
+            knee = (falling.offset - rising.offset) / (rising.slope - falling.slope)
+            if not points[at - 1][0] <= knee <= rest[0][0]:
+                continue
+        error = (falling.error + (rising.error if rising else 0.0)) / (variance or 1e-30)
+        parameters = 2 + min(len(rest), 2)
+        misfit = error / max(1, len(points) - parameters)
+        fits.append(_Valley(falling, rising, points[at - 1][0], knee, misfit, error + 2 * parameters))
+    return min(fits, key=lambda fit: fit.score, default=None)
 
 
 # --- arguments --------------------------------------------------------------------------------------------
