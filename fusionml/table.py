@@ -11,7 +11,6 @@ import contextlib
 import fcntl
 import json
 import logging
-import math
 import os
 import stat
 import threading
@@ -59,8 +58,9 @@ class Entry:
         _require_number("gain", self.gain, -1, 1000)
         if self.spread is not None:
             _require_number("spread", self.spread, 0, 1000)
-        if type(self.samples) is not int or not 0 <= self.samples <= 10**9:
-            raise ValueError(f"samples is {self.samples!r}: use a whole number from 0 to a billion")
+        _require_number("samples", self.samples, 0, 10**9)
+        if not isinstance(self.samples, int):
+            raise ValueError(f"samples is {self.samples!r}: use a whole number")
         for name in ("power", "cpu_dtype"):
             value = getattr(self, name)
             if not (isinstance(value, str) and len(value) <= 64) and not (name == "power" and value is None):
@@ -69,8 +69,12 @@ class Entry:
 
 
 def _require_number(name: str, value: object, least: float, most: float) -> None:
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+    if not _is_number(value) or not least <= value <= most:  # type: ignore[operator]
         raise ValueError(f"{name} is {value!r}: use a number from {least} to {most}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _require_time(when: object) -> None:
@@ -103,7 +107,7 @@ class _Section:
         """
         names = sorted({*self.machine, *other.machine})
         words = [
-            f"{name} {_short(self.machine.get(name))}, not {_short(other.machine.get(name))}"
+            f"{_one_line(name)} {_short(self.machine.get(name))}, not {_short(other.machine.get(name))}"
             for name in names
             if self.machine.get(name) != other.machine.get(name)
         ]
@@ -117,22 +121,34 @@ class _Section:
     @classmethod
     def read(cls, value: object) -> _Section:
         """From parsed JSON; a ValueError says what is wrong with it."""
-        machine, fingerprint, entries = _parts(value, "machine", "fingerprint", "entries")
+        machine, fingerprint, entries = _values(value, ["machine", "fingerprint", "entries"])
+        if not all(isinstance(part, dict) for part in (machine, fingerprint, entries)):
+            raise ValueError("a section's machine, fingerprint or entries is no object")
+        _require_shallow(machine)
         section = cls(machine, checked_fingerprint(fingerprint))
-        for key, fields_ in entries.items():
+        for key, entry in entries.items():
             Site.parse(key)
-            section.entries[key] = Entry(*_parts(fields_, *_ENTRY_FIELDS, types=object))
+            section.entries[key] = Entry(*_values(entry, _ENTRY_FIELDS))
         return section
 
+    def plain(self) -> dict[str, Any]:
+        entries = {key: asdict(entry) for key, entry in self.entries.items()}
+        return {"machine": self.machine, "fingerprint": self.fingerprint, "entries": entries}
 
-def _parts(value: object, *names: str, types: type = dict) -> list[Any]:
-    """The values of these names in a JSON object, each of the given type."""
-    if not isinstance(value, dict) or not all(isinstance(value.get(n, Ellipsis), types) for n in names):
+
+def _values(value: object, names: list[str]) -> list[Any]:
+    if not isinstance(value, dict) or not value.keys() >= set(names):
         raise ValueError(f"{_short(value)} is no object with {', '.join(names)}")
-    missing = [name for name in names if name not in value]
-    if missing:
-        raise ValueError(f"{_short(value)} lacks {', '.join(missing)}")
     return [value[name] for name in names]
+
+
+def _require_shallow(value: object, levels: int = 8) -> None:
+    """Values nested more deeply can be read and then neither compared nor written."""
+    if levels == 0:
+        raise ValueError("a machine nests more than 8 levels deep")
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            _require_shallow(part, levels - 1)
 
 
 def _similar(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
@@ -145,9 +161,16 @@ def _similar(one: Mapping[str, float], other: Mapping[str, float]) -> bool:
 def checked_fingerprint(fingerprint: Mapping[str, float]) -> dict[str, float]:
     """The same, once all of its rates are positive finite numbers; else a ValueError."""
     for name, rate in fingerprint.items():
-        if type(rate) not in (int, float) or not 0 < rate < math.inf:
-            raise ValueError(f"the fingerprint's {name} is {_short(rate)}: use a positive finite rate")
+        if not _is_number(rate) or not 0 < rate < 1e300:
+            raise ValueError(
+                f"the fingerprint's {_one_line(name)} is {_short(rate)}: use a positive finite rate"
+            )
     return {name: float(rate) for name, rate in fingerprint.items()}
+
+
+def _one_line(name: str) -> str:
+    """A name from a file: as it is, unless it would break a line or a terminal."""
+    return name.encode("unicode_escape").decode()[:80]
 
 
 def _short(value: object) -> str:
@@ -184,20 +207,22 @@ def _refuse_constant(name: str) -> float:
 
 
 def _read(path: str) -> bytes | None:
-    """The file's contents; None where there is no file. An OSError or _BadFileError where it cannot be read."""
+    """The file's contents, None without a file; OSError or _BadFileError where it cannot be read."""
     try:
-        # Not blocking: a FIFO would wait for its writer forever.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        file = open(path, "rb", opener=_open_at_once)
     except FileNotFoundError:
         return None
-    with open(descriptor, "rb") as file:
-        state = os.fstat(descriptor)
-        if not stat.S_ISREG(state.st_mode):
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is not a regular file")
         raw = file.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
         raise _BadFileError(f"it has more than {LARGEST_FILE} bytes")
     return raw
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer forever
 
 
 @contextlib.contextmanager
@@ -218,7 +243,7 @@ def _set_aside(path: str, reason: str) -> None:
 
 def _write(path: str, sections: list[_Section]) -> None:
     """Replaces the file in one step. The caller holds the lock, so one name for the new file is enough."""
-    content = {"schema": SCHEMA, "sections": [asdict(section) for section in sections]}
+    content = {"schema": SCHEMA, "sections": [section.plain() for section in sections]}
     text = json.dumps(content, indent=1, sort_keys=True, allow_nan=False) + "\n"
     new = f"{path}.new"
     try:
@@ -261,7 +286,7 @@ class RatioTable:
         self.ignored: str | None = None
         self._state = _Section(_plain(machine), {})
         self._changed: dict[str, Entry] = {}
-        self._rows: dict[Site, list[int]] = {}
+        self._layers: dict[_Layer, list[tuple[int, Entry]]] = {}
         self._mutex = threading.Lock()
 
     @classmethod
@@ -281,17 +306,9 @@ class RatioTable:
         """
         table = cls(path, machine)
         table._state.fingerprint = checked_fingerprint(fingerprint or {})
-        for section in table._sections_or_warning():
-            differences = section.differences(table._state)
-            if not differences:
-                table._state.entries.update(section.entries)
-            elif section.entries and table.ignored is None:
-                table.ignored = (
-                    f"{len(section.entries)} entries ignored, made with {'; '.join(differences)[:300]}"
-                )
-        table._index()
+        table._adopt(table._sections_or_warning())
         if table.ignored is not None and not len(table):
-            log.info("ratio table %s: %s", table.path, table.ignored)
+            log.warning("ratio table %s: %s", table.path, table.ignored)
         return table
 
     def __len__(self) -> int:
@@ -303,9 +320,9 @@ class RatioTable:
 
     def lookup(self, site: Site) -> Entry | None:
         """The entry of this layer at the nearest row bucket at or below `site.rows`, else None."""
-        rows = self._rows.get(_layer(site))
-        at = bisect_right(rows, site.rows) if rows else 0
-        return self._state.entries[_layer(site, rows[at - 1]).key()] if rows and at else None
+        measured = self._layers.get(_layer(site), [])
+        at = bisect_right(measured, site.rows, key=lambda pair: pair[0])
+        return measured[at - 1][1] if at else None
 
     def put(self, site: Site, entry: Entry) -> None:
         """Adds or replaces an entry, in memory; `save()` keeps it."""
@@ -326,7 +343,7 @@ class RatioTable:
                 own.entries.update(self._changed)
                 sections.sort(key=_Section.newest, reverse=True)
                 _write(self.path, sections[:MOST_SECTIONS])
-            self._state.entries = dict(own.entries)
+            self._state.entries.update(own.entries)
             self._changed = {}
             self._index()
 
@@ -339,12 +356,26 @@ class RatioTable:
             self._state.entries, self._changed, self.ignored = {}, {}, None
             self._index()
 
+    def _adopt(self, sections: list[_Section]) -> None:
+        """Takes over what holds for this state, the newest last, and says what does not."""
+        others = [s for s in sections if s.entries and s.differences(self._state)]
+        for section in sorted(sections, key=_Section.newest):
+            if section not in others:
+                self._state.entries.update(section.entries)
+        if others:
+            count = sum(len(section.entries) for section in others)
+            reasons = "; ".join(max(others, key=_Section.newest).differences(self._state))
+            self.ignored = f"{count} entries ignored, made with {reasons[:300]}"
+        self._index()
+
     def _index(self) -> None:
-        """Rows by layer, replaced as a whole: a lookup in another thread sees the old or the new one."""
-        index: dict[Site, list[int]] = {}
-        for site in map(Site.parse, self._state.entries):
-            index.setdefault(_layer(site), []).append(site.rows)
-        self._rows = {layer: sorted(rows) for layer, rows in index.items()}
+        """Entries by layer, replaced as a whole: a lookup in another thread sees the old or the new."""
+        layers: dict[_Layer, list[tuple[int, Entry]]] = {}
+        for site, entry in self.entries().items():
+            layers.setdefault(_layer(site), []).append((site.rows, entry))
+        for measured in layers.values():
+            measured.sort(key=lambda pair: pair[0])
+        self._layers = layers
 
     def _own(self, sections: list[_Section]) -> _Section:
         """The section of this state among them, added where there is none."""
@@ -352,6 +383,7 @@ class RatioTable:
         if own is None:
             own = _Section(self._state.machine, self._state.fingerprint)
             sections.append(own)
+        own.fingerprint = own.fingerprint or self._state.fingerprint
         return own
 
     def _sections_on_disk(self) -> list[_Section]:
@@ -381,14 +413,18 @@ class RatioTable:
             return []
 
 
-def _layer(site: Site, rows: int = 0) -> Site:
-    return Site(site.kind, site.dtype, site.inputs, site.outputs, site.bias, rows)
+_Layer = tuple[str, str, int, int, bool]
+
+
+def _layer(site: Site) -> _Layer:
+    return site.kind, site.dtype, site.inputs, site.outputs, site.bias
 
 
 def _plain(machine: Mapping[str, Any]) -> dict[str, Any]:
     """As it will come back from JSON, so that a tuple equals the list that was read."""
     try:
         plain = json.loads(json.dumps(dict(machine), allow_nan=False))
+        _require_shallow(plain)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"machine is {_short(machine)}: use what JSON can hold ({error})") from None
     return dict(plain)
