@@ -245,8 +245,9 @@ class RatioSearch:
 
     def tell(self, probe: Probe, seconds: float) -> None:
         """Records that `probe` took `seconds`, for all `rows` rows (whoever timed other lengths scales)."""
-        if not isinstance(seconds, int | float) or not (math.isfinite(seconds) and seconds > 0):
-            raise ValueError(f"seconds is {seconds!r} for {probe}: use a positive finite number")
+        # A clock's bounds: beyond them the squares of a fit would overflow.
+        if not isinstance(seconds, int | float) or not 1e-12 <= seconds <= 1e9:
+            raise ValueError(f"seconds is {seconds!r} for {probe}: use a positive number, at most 1e9")
         known = probe == STOCK or probe in self._solo
         if not known and not (probe.kind == "split" and probe in map(self._split, self._candidates)):
             raise ValueError(f"probe is {probe!r}: use one that next() gave")
@@ -281,9 +282,10 @@ class RatioSearch:
         refusal = self._refusal()
         if refusal is not None:
             return self._choice(0.0, refusal)
-        times = self._smoothed(self._explored(least=1))
-        if len(times) < 2 or 0.0 not in times:
+        explored = self._explored(least=1)
+        if len(explored) < 2 or 0.0 not in explored:
             return self._choice(0.0, "no split was timed yet")
+        times = self._smoothed(explored)
         chosen, fastest = self._smallest_fast(times)
         if chosen == 0 or self._ties_with_stock(chosen, times):
             best = min((r for r in times if r), key=times.__getitem__)
@@ -378,8 +380,9 @@ class RatioSearch:
         for samples in self._samples.values():
             if len(samples) >= 3:
                 middle, n = median(samples), len(samples)
-                # A median of few is drawn to its own samples: n / (n - 1) makes up for that.
-                deviations += [abs(s / middle - 1) * n / (n - 1) for s in samples]
+                apart = sorted(abs(sample / middle - 1) for sample in samples)
+                # A median of few lies among its own samples: of an odd number it is one, and says nothing.
+                deviations += apart[1:] if n % 2 else [each * n / (n - 1) for each in apart]
         return 1.4826 * median(deviations) if deviations else None
 
     def _of_median(self) -> float:
@@ -441,7 +444,7 @@ class RatioSearch:
             return screen
         ratios = [r for r in self._unexplored() if self._count(r) < _EXPLORE_REPEATS] or self._contested()
         splits = sum(self._count(r) for r in self._candidates)
-        if ratios and self._count(0.0) < max(_SCREEN_REPEATS, splits // 6):
+        if ratios and self._count(0.0) < 2 + splits // 6:
             return [STOCK]
         return [self._probe(r) for r in ratios]
 
@@ -503,8 +506,12 @@ class RatioSearch:
         if short:
             return sorted(short)
         limit = times[fastest] * (1 + self.tolerance)
-        smaller = [r for r in times if r < fastest and abs(times[r] / limit - 1) < self._doubt(r, fastest)]
-        disputed = {*smaller, fastest} if smaller else set()
+        # Below the fastest: inside the tolerance or not? Above: would it move the tolerance?
+        disputed = {r for r in times if r < fastest and abs(times[r] / limit - 1) < self._doubt(r, fastest)}
+        disputed |= {
+            r for r in times if r > fastest and times[r] / times[fastest] - 1 < self._doubt(r, fastest)
+        }
+        disputed |= {fastest} if disputed else set()
         if chosen and self._ties_with_stock(chosen, times):
             disputed |= {0.0, chosen}
         return sorted(r for r in disputed if self._count(r) < _MOST_REPEATS * self.repeats)

@@ -209,13 +209,12 @@ def _refuse_constant(name: str) -> float:
 def _read(path: str) -> bytes | None:
     """The file's contents, None without a file; OSError or _BadFileError where it cannot be read."""
     try:
-        file = open(path, "rb", opener=_open_at_once)
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(f"{path} is not a regular file")
+            raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
         return None
-    with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is not a regular file")
-        raw = file.read(LARGEST_FILE + 1)
     if len(raw) > LARGEST_FILE:
         raise _BadFileError(f"it has more than {LARGEST_FILE} bytes")
     return raw
