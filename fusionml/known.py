@@ -106,13 +106,18 @@ class KnownModels:
         reason = NOT_UNDERSTOOD if dead is None and from_loader else None
         if dead is None:
             dead = liveness.heads(model)
-        for module in liveness.walk(model):
-            seen = self._layers.get(id(module))
-            if _is_matrix(module) and (seen is None or seen.ref() is not module or seen.reason == UNKNOWN):
-                layer = _describe(module, self._reference(module))
-                layer.live = id(module) not in dead
-                layer.reason = reason or dead.get(id(module)) or layer.reason
-                self._remember(module, layer)
+        new = [module for module in liveness.walk(model) if _is_matrix(module) and self._is_new(module)]
+        for module in new:
+            layer = _describe(module, self._reference(module))
+            layer.live = id(module) not in dead
+            layer.reason = reason or dead.get(id(module)) or layer.reason
+            self._remember(module, layer)
+        if new and reason is not None:
+            log.warning("%s.%s stays stock: %s", type(model).__module__, type(model).__qualname__, reason)
+
+    def _is_new(self, module: nn.Module) -> bool:
+        seen = self._layers.get(id(module))
+        return seen is None or seen.ref() is not module or seen.reason == UNKNOWN
 
     def _remember(self, module: nn.Module, layer: Layer) -> Layer:
         self._layers[id(module)] = layer
