@@ -67,8 +67,9 @@ class KnownModels:
                 (ref, by) for ref, by in self._models if (other := ref()) is not None and other is not model
             ]
             self._models = [*kept, (weakref.ref(model), from_loader)]
-            for key in [key for key, layer in self._layers.items() if layer.reason == UNKNOWN]:
-                del self._layers[key]
+            for key, layer in self._layers.copy().items():
+                if layer.reason == UNKNOWN:
+                    self._layers.pop(key, None)
 
     def models(self) -> list[nn.Module]:
         with self._lock:
@@ -98,7 +99,7 @@ class KnownModels:
         """The layers of all known models that are alive, each once."""
         self.scan()
         with self._lock:
-            return [layer for layer in self._layers.values() if layer.reason != UNKNOWN]
+            return [layer for layer in self._layers.copy().values() if layer.reason != UNKNOWN]
 
     def _scan_model(self, model: nn.Module, from_loader: bool) -> None:
         understood = from_loader or liveness.runs_in_mlx_lm(model)
@@ -127,8 +128,10 @@ class KnownModels:
         key, layers = id(module), self._layers
 
         def forget(ref: weakref.ref[nn.Module]) -> None:
-            if key in layers and layers[key].ref is ref:
-                del layers[key]
+            # At any moment and in any thread, so without the lock: whoever goes through the layers takes a copy.
+            found = layers.get(key)
+            if found is not None and found.ref is ref:
+                layers.pop(key, None)
 
         return weakref.ref(module, forget)
 
