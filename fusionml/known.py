@@ -128,7 +128,7 @@ class KnownModels:
         key, layers = id(module), self._layers
 
         def forget(ref: weakref.ref[nn.Module]) -> None:
-            # At any moment and in any thread, so without the lock: whoever goes through the layers takes a copy.
+            # In any thread at any moment, so without the lock: who goes through the layers takes a copy.
             found = layers.get(key)
             if found is not None and found.ref is ref:
                 layers.pop(key, None)
