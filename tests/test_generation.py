@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from models import VOCABULARY, pair, tiny, tokens
+from models import VOCABULARY, tiny, tokens
 from stock import (
     HALF_TOLERANCE,
     SETTINGS,
@@ -44,7 +44,6 @@ from stock import (
 
 import fusionml
 from fusionml import split
-from fusionml.session import Session
 
 
 @pytest.fixture(scope="module")
@@ -449,42 +448,6 @@ def test_calls_from_asyncio_to_thread() -> None:
     for mine, theirs in zip(ours, truth, strict=True):
         assert_same(mine, theirs)
     assert set(counted.values()) == {sum(lengths) - len(lengths)}
-
-
-class _Dropping(str):
-    """A reason that drops somebody's models while it is compared, as another thread may at that moment."""
-
-    def __new__(cls, models: list[nn.Module], comparisons: int) -> "_Dropping":
-        made = super().__new__(cls, "while it is looked at")
-        made.models, made.left = models, comparisons
-        return made
-
-    def __eq__(self, other: object) -> bool:
-        self.left -= 1
-        if self.left == 0:
-            self.models.clear()
-        return False
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    __hash__ = str.__hash__
-
-
-@pytest.mark.parametrize("comparisons", [1, 2])
-@pytest.mark.parametrize("ask", [fusionml.status, lambda: fusionml.patch(pair(), **SETTINGS)])
-def test_models_may_be_dropped_while_another_thread_looks(
-    ask: Any, comparisons: int, patch: Any, session: Session
-) -> None:
-    kept, dropped = pair(), [pair(), pair()]
-    for model in (kept, *dropped):
-        patch(model, **SETTINGS)
-    del model
-    session.known.find(kept.up).reason = _Dropping(dropped, comparisons)
-    ask()
-    fusionml.status()
-    assert not dropped
-    assert session.known.models() == [kept]
 
 
 # --- the order of things ------------------------------------------------------------------------------------
