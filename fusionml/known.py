@@ -67,8 +67,9 @@ class KnownModels:
                 (ref, by) for ref, by in self._models if (other := ref()) is not None and other is not model
             ]
             self._models = [*kept, (weakref.ref(model), from_loader)]
-            for key in [key for key, layer in self._layers.items() if layer.reason == UNKNOWN]:
-                del self._layers[key]
+            for key, layer in self._layers.copy().items():
+                if layer.reason == UNKNOWN:
+                    self._layers.pop(key, None)
 
     def models(self) -> list[nn.Module]:
         with self._lock:
@@ -98,7 +99,7 @@ class KnownModels:
         """The layers of all known models that are alive, each once."""
         self.scan()
         with self._lock:
-            return [layer for layer in self._layers.values() if layer.reason != UNKNOWN]
+            return [layer for layer in self._layers.copy().values() if layer.reason != UNKNOWN]
 
     def _scan_model(self, model: nn.Module, from_loader: bool) -> None:
         understood = from_loader or liveness.runs_in_mlx_lm(model)
@@ -106,13 +107,18 @@ class KnownModels:
         reason = NOT_UNDERSTOOD if dead is None and from_loader else None
         if dead is None:
             dead = liveness.heads(model)
-        for module in liveness.walk(model):
-            seen = self._layers.get(id(module))
-            if _is_matrix(module) and (seen is None or seen.ref() is not module or seen.reason == UNKNOWN):
-                layer = _describe(module, self._reference(module))
-                layer.live = id(module) not in dead
-                layer.reason = reason or dead.get(id(module)) or layer.reason
-                self._remember(module, layer)
+        new = [module for module in liveness.walk(model) if _is_matrix(module) and self._is_new(module)]
+        for module in new:
+            layer = _describe(module, self._reference(module))
+            layer.live = id(module) not in dead
+            layer.reason = reason or dead.get(id(module)) or layer.reason
+            self._remember(module, layer)
+        if new and reason is not None:
+            log.warning("%s.%s stays stock: %s", type(model).__module__, type(model).__qualname__, reason)
+
+    def _is_new(self, module: nn.Module) -> bool:
+        seen = self._layers.get(id(module))
+        return seen is None or seen.ref() is not module or seen.reason == UNKNOWN
 
     def _remember(self, module: nn.Module, layer: Layer) -> Layer:
         self._layers[id(module)] = layer
@@ -122,8 +128,10 @@ class KnownModels:
         key, layers = id(module), self._layers
 
         def forget(ref: weakref.ref[nn.Module]) -> None:
-            if key in layers and layers[key].ref is ref:
-                del layers[key]
+            # In any thread at any moment, so without the lock: who goes through the layers takes a copy.
+            found = layers.get(key)
+            if found is not None and found.ref is ref:
+                layers.pop(key, None)
 
         return weakref.ref(module, forget)
 

@@ -30,12 +30,13 @@ def dead_layers(model: nn.Module) -> dict[int, str] | None:
     caches = _cache_count(model, blocks)
     if blocks is None or caches is None or not 1 <= caches <= len(blocks):
         return None
+    owner = _last_owner(blocks, caches)
     inside: set[int] = set()
     dead: dict[int, str] = {}
     for index, block in enumerate(blocks):
         ids = {id(module) for module in walk(block)}
         inside |= ids
-        if index >= caches - 1:
+        if index >= owner:
             dead |= dict.fromkeys(ids, DEAD_BLOCK)
     outside = (module for module in walk(model) if id(module) not in inside)
     return dead | {id(module): OUTSIDE for module in outside}
@@ -88,6 +89,20 @@ def _cache_count(model: nn.Module, blocks: list[nn.Module] | None) -> int | None
     except Exception:
         # Somebody else's code, run only to look: a model that cannot make its cache is one we do not know.
         return None
+
+
+def _last_owner(blocks: list[nn.Module], caches: int) -> int:
+    """The index of the first block that could be the last one to fill a cache from its own input."""
+    owner = caches - 1
+    while owner > 0 and _borrows_keys(blocks[owner]):
+        owner -= 1
+    return owner
+
+
+def _borrows_keys(block: nn.Module) -> bool:
+    """Whether a block has queries but neither keys nor values: its cache holds an earlier block's."""
+    names = {name for module in walk(block) for name in module}
+    return "q_proj" in names and not any(name.startswith(("k_", "kv_", "v_")) for name in names)
 
 
 def _attribute(model: nn.Module, name: str) -> Any:

@@ -131,7 +131,7 @@ def _checked(name: str, value: Any, label: str, max_ratio: float) -> Any:
             raise ValueError(f"{label}={value!r} is not True or False")
         return value
     if name == "table":
-        return os.fspath(value)
+        return _path(label, value)
     if name == "min_rows":
         return _whole(label, value)
     return check_ratio(value, max_ratio, label)
@@ -147,6 +147,12 @@ def _whole(label: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 2:
         raise ValueError(f"{label}={value!r} is not a whole number of at least 2")
     return value
+
+
+def _path(label: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike):
+        raise ValueError(f"{label}={value!r} is not the path of a file")
+    return os.fspath(value)
 
 
 def check_ratio(value: Any, max_ratio: float, label: str = "ratio") -> float:

@@ -73,11 +73,12 @@ def resolve_cpu_dtype(name: str, dtype: mx.Dtype) -> str:
     """`native` or `float32` for a result of `dtype`.
 
     `auto` is float32 for half types on macOS, where the half-precision path of the CPU's library has been
-    seen to crash, and native everywhere else.
+    seen to crash, and native everywhere else. Only half types are ever computed in float32: every other type
+    is that already, or would lose by it.
     """
     if name == "auto":
         name = "float32" if sys.platform == "darwin" and dtype in HALF_TYPES else "native"
-    return "native" if dtype == mx.float32 else name
+    return name if dtype in HALF_TYPES else "native"
 
 
 def is_trace_error(error: ValueError) -> bool:
@@ -133,7 +134,10 @@ def linear_parts(
     dtype = mx.result_type(*arrays)
     # Slices and transposes are operations too: on the wrong stream they would bring the dependency back.
     with mx.stream(cpu_stream):
-        cpu = (head if wide else head[:m]) @ cpu_weight.T
+        if not wide:
+            # A bias of a wider type widens the whole product, as addmm does.
+            head, cpu_weight = head[:m].astype(dtype), cpu_weight.astype(dtype)
+        cpu = head @ cpu_weight.T
         # Not addmm: on the CPU it has been wrong in half types.
         cpu = (cpu if cpu_bias is None else cpu + cpu_bias).astype(dtype)
     rest = flat[m:]
