@@ -137,7 +137,7 @@ def _fine_tune(home: Path, kind: str, checkpointed: bool, validation: Any, patch
         adapter_file=str(home / "adapters.safetensors"),
         grad_checkpoint=checkpointed,
     )
-    train(model, optim.Adam(1e-2), DATA, val_dataset=validation, args=args, training_callback=losses)
+    train(model, optim.SGD(0.5), DATA, val_dataset=validation, args=args, training_callback=losses)
     return model, losses, mx.load(args.adapter_file)
 
 
