@@ -7,9 +7,9 @@ every condition holds, to `split`.
 from __future__ import annotations
 
 import functools
-import logging
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,7 +21,7 @@ from .plans import SPLIT, STOCK
 if TYPE_CHECKING:
     from .session import Session
 
-log = logging.getLogger("fusionml")
+FAILED = "a split that failed"
 
 Forward = Callable[[nn.Module, mx.array], mx.array]
 
@@ -46,23 +46,52 @@ def call_linear(session: Session, stock: Forward, layer: nn.Module, x: mx.array)
     """A call that may be prefill: split it if everything allows it, else the original."""
     if x.ndim < 2 or x.shape[-2] < 2 or x.size < session.settings.min_rows * x.shape[-1]:
         return stock(layer, x)
-    known = session.known.find(layer)
-    rows = x.size // x.shape[-1]
-    reason = refusal(session, known, layer, x)
+    decision = decide(session, layer, x)
+    reason, rows = decision.reason, x.size // x.shape[-1]
     if reason is None:
-        weight, bias = layer["weight"], layer.get("bias")
-        dtype = mx.result_type(x, weight, *([] if bias is None else [bias]))
-        cpu_dtype = split.resolve_cpu_dtype(session.settings.cpu_dtype, dtype)
-        plan = session.plan(known, dtype, rows, cpu_dtype)
-        m = split.cpu_rows(rows, plan.ratio)
-        reason = plan.why if m == 0 else None
-    if reason is None:
-        out, reason = try_split(session, x, weight, bias, m, cpu_dtype)
+        out, reason = try_split(session, x, layer["weight"], layer.get("bias"), decision)
         if out is not None:
-            session.count(SPLIT, known, rows)
+            session.count(SPLIT, decision.known, rows)
             return out
-    session.count(STOCK, known, rows, reason)
+    session.count(STOCK, decision.known, rows, reason)
     return stock(layer, x)
+
+
+class Decision(NamedTuple):
+    """How to compute one call: `m` CPU rows in `cpu_dtype`, or stock for a reason."""
+
+    known: Layer
+    reason: str | None
+    m: int = 0
+    cpu_dtype: str = "native"
+
+
+def decide(session: Session, layer: nn.Module, x: mx.array) -> Decision:
+    """What to do with a large call; whatever fails while we find out makes it stock."""
+    known = None
+    try:
+        known = session.known.find(layer)
+        reason = refusal(session, known, layer, x)
+        return plan_split(session, known, layer, x) if reason is None else Decision(known, reason)
+    except Exception as error:
+        return Decision(known or Layer(weakref.ref(layer)), failed(session, error))
+
+
+def plan_split(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> Decision:
+    """Ask the plan of the call's site for the CPU rows."""
+    bias = layer.get("bias")
+    rows = x.size // x.shape[-1]
+    dtype = mx.result_type(x, layer["weight"], *([] if bias is None else [bias]))
+    cpu_dtype = split.resolve_cpu_dtype(session.settings.cpu_dtype, dtype)
+    plan = session.plan(known, dtype, rows, cpu_dtype)
+    m = split.cpu_rows(rows, plan.ratio)
+    return Decision(known, plan.why if m == 0 else None, m, cpu_dtype)
+
+
+def failed(session: Session, error: Exception) -> str:
+    """Say once that something of ours failed; the reason to count."""
+    session.report_once(f"a split failed, stock instead: {error!r}")
+    return FAILED
 
 
 def refusal(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> str | None:
@@ -79,7 +108,7 @@ def refusal(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> st
 
 
 def try_split(
-    session: Session, x: mx.array, weight: mx.array, bias: mx.array | None, m: int, cpu_dtype: str
+    session: Session, x: mx.array, weight: mx.array, bias: mx.array | None, decision: Decision
 ) -> tuple[mx.array | None, str | None]:
     """The split product, or None and the reason."""
     boundary = session.settings.boundary
@@ -87,10 +116,9 @@ def try_split(
     if not split.try_boundary([x, weight, *([] if bias is None else [bias])], boundary):
         return None, "under a trace"
     try:
-        return split.run_linear(x, weight, bias, m, boundary, cpu_dtype), None
+        return split.run_linear(x, weight, bias, decision.m, boundary, decision.cpu_dtype), None
     except Exception as error:
-        session.report_once(f"a split failed, stock instead: {error!r}")
-        return None, "a split that failed"
+        return None, failed(session, error)
 
 
 def replace_load_model(session: Session, stock: Callable[..., Any]) -> Callable[..., Any]:

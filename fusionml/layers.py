@@ -35,12 +35,14 @@ class SplitLinear(nn.Linear):
 
     @classmethod
     def from_linear(cls, layer: nn.Linear, *, ratio: float | None = None) -> SplitLinear:
-        """The same layer, with the very same arrays, as a `SplitLinear`."""
+        """The same layer, with the very same arrays, frozen and in training where `layer` is."""
         outputs, inputs = layer.weight.shape
         made = cls(inputs, outputs, "bias" in layer, ratio=ratio)
         made.weight = layer.weight
         if "bias" in layer:
             made.bias = layer.bias
+        trainable = layer.trainable_parameters()
+        made.freeze(recurse=False, keys=[name for name in layer.parameters() if name not in trainable])
         made.train(layer.training)
         return made
 

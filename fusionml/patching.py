@@ -32,7 +32,8 @@ class Replacement:
     ours: Any = None
 
     def install(self, session: Session) -> None:
-        if self.ours is None:
+        # Somebody may have put the original back by hand: then ours is gone already.
+        if self.ours is None or getattr(self.owner, self.name) is self.original:
             self.original = getattr(self.owner, self.name)
             self.ours = self.make(session, self.original)
             setattr(self.owner, self.name, self.ours)
@@ -41,7 +42,7 @@ class Replacement:
         """Put the original back; False if somebody replaced ours in the meantime."""
         if self.ours is None:
             return True
-        if getattr(self.owner, self.name) is not self.ours:
+        if getattr(self.owner, self.name) not in (self.ours, self.original):
             return False
         setattr(self.owner, self.name, self.original)
         self.ours = self.original = None
