@@ -15,7 +15,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from models import CONFIGS, _COMMON, tiny
+from models import _COMMON, CONFIGS, tiny
 
 import fusionml
 from fusionml import patching
@@ -40,12 +40,12 @@ class Answer:
     cache: list[mx.array]
 
 
-def answer(model: nn.Module, prompt: Any, *, max_tokens: int = 5, cache: Any = None, **options: Any) -> Answer:
+def answer(
+    model: nn.Module, prompt: Any, *, max_tokens: int = 5, cache: Any = None, **options: Any
+) -> Answer:
     """Greedy decoding by `mlx_lm`'s own `generate_step`."""
     cache = make_prompt_cache(model, options.pop("max_kv_size", None)) if cache is None else cache
-    steps = list(
-        generate_step(mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=cache, **options)
-    )
+    steps = list(generate_step(mx.array(prompt), model, max_tokens=max_tokens, prompt_cache=cache, **options))
     return Answer([token for token, _ in steps], rows(p for _, p in steps), arrays(cache))
 
 
@@ -71,11 +71,12 @@ def split_layers(model: nn.Module) -> dict[str, int]:
     return {paths[id(module)]: count for module, count in seen if count and id(module) in paths}
 
 
-def stock_and_patched(model: nn.Module, run: Callable[[], T], **settings: Any) -> tuple[T, T]:
-    """`run()` with MLX-LM alone, then with `model` handed to the patch, which must have split something."""
+def stock_and_patched(models: nn.Module | list[nn.Module], run: Callable[[], T]) -> tuple[T, T]:
+    """`run()` with MLX-LM alone, then with `models` handed to the patch, which must have split something."""
     truth = run()
     before = split_calls()
-    fusionml.patch(model, **SETTINGS | settings)
+    for model in models if isinstance(models, list) else [models]:
+        fusionml.patch(model, **SETTINGS)
     try:
         ours = run()
     finally:

@@ -119,9 +119,7 @@ def test_quantising_a_model_that_has_answered(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_fusing_adapters(
-    folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fusing_adapters(folder: Path, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`mlx_lm.fuse` itself, on adapters as `mlx_lm.lora` saves them."""
     adapters = tmp_path / "adapters"
     adapters.mkdir()

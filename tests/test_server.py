@@ -113,7 +113,10 @@ def wait_until_up(server: Server) -> None:
 def two_servers(home: Path, *arguments: str) -> Iterator[tuple[Server, Server]]:
     """The same server, stock and patched."""
     arguments = (*arguments, "--prefill-step-size", str(CHUNK), "--log-level", "WARNING")
-    with serving(home / "stock", None, *arguments) as stock, serving(home / "ours", SETTINGS, *arguments) as ours:
+    with (
+        serving(home / "stock", None, *arguments) as stock,
+        serving(home / "ours", SETTINGS, *arguments) as ours,
+    ):
         wait_until_up(stock)
         wait_until_up(ours)
         yield stock, ours

@@ -40,7 +40,9 @@ def _adapter(home: Path, folder: Path, kind: str) -> Path:
     model.freeze()
     linear_to_lora_layers(model, 3, PARAMETERS, use_dora=kind == "dora")
     mx.random.seed(5)
-    weights = {name: mx.random.normal(a.shape) * 0.1 for name, a in tree_flatten(model.trainable_parameters())}
+    weights = {
+        name: mx.random.normal(a.shape) * 0.1 for name, a in tree_flatten(model.trainable_parameters())
+    }
     if kind == "dora":
         weights = {name: mx.abs(a) + 1 if name.endswith(".m") else a for name, a in weights.items()}
     mx.save_safetensors(str(home / "adapters.safetensors"), weights)
