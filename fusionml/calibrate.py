@@ -106,7 +106,9 @@ def _why_nothing(layers: Iterable[Layer]) -> str:
     for layer in layers:
         text = f"{layer.kind} layers {layer.reason}"
         reasons[text] = reasons.get(text, 0) + 1
-    return "; ".join(f"{count} {text}" for text, count in sorted(reasons.items())) or "it has no linear layers"
+    return (
+        "; ".join(f"{count} {text}" for text, count in sorted(reasons.items())) or "it has no linear layers"
+    )
 
 
 def _sharing(model: nn.Module) -> dict[int, int]:
@@ -172,7 +174,8 @@ class Bench:
         size = shape.inputs * shape.outputs * shape.dtype.size
         most = max(2, -(-CACHE_BYTES // size))
         self.weights = [
-            _parameters(shape, module, random_weights) for module in shape.layers[: min(most, len(shape.layers))]
+            _parameters(shape, module, random_weights)
+            for module in shape.layers[: min(most, len(shape.layers))]
         ]
         self.x = mx.random.normal((rows, shape.inputs), key=mx.random.key(0)).astype(shape.dtype)
         mx.eval(self.x, [a for pair in self.weights for a in pair if a is not None])

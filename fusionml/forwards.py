@@ -82,10 +82,9 @@ def plan_split(session: Session, known: Layer, layer: nn.Module, x: mx.array) ->
     bias = layer.get("bias")
     rows = x.size // x.shape[-1]
     dtype = mx.result_type(x, layer["weight"], *([] if bias is None else [bias]))
-    cpu_dtype = split.resolve_cpu_dtype(session.settings.cpu_dtype, dtype)
-    plan = session.plan(known, dtype, rows, cpu_dtype)
+    plan = session.plan(known, dtype, rows)
     m = split.cpu_rows(rows, plan.ratio)
-    return Decision(known, plan.why if m == 0 else None, m, cpu_dtype)
+    return Decision(known, plan.why if m == 0 else None, m, plan.cpu_dtype)
 
 
 def failed(session: Session, error: Exception) -> str:

@@ -137,7 +137,7 @@ def status() -> dict[str, Any]:
         "patched": _session.settings.enabled,
         "backend": machine.backend(),
         "settings": asdict(_session.settings),
-        "table": None,
+        "table": _session.table_state(),
         "calls": dict(_session.calls),
         "reasons": dict(_session.reasons),
         "sites": _session.sites(),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .ratios import Site, default_ratio
+from .ratios import default_ratio
 from .settings import Settings
+from .table import Entry
 
 STOCK, SPLIT = "stock", "split"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One decision: `ratio` is the CPU share of `arm` split, and 0 for stock."""
+    """One decision: `ratio` is the CPU share of `arm` split, and 0 for stock; the CPU rows' arithmetic."""
 
     arm: str
     ratio: float
+    cpu_dtype: str
     why: str
 
 
@@ -27,27 +29,31 @@ class Pair:
     cores: int
 
 
-def decide(site: Site, settings: Settings, pair: Pair, *, widened: bool) -> Plan:
-    """The plan of a site without measurements: the user's ratio, else the built-in default.
+def decide(settings: Settings, pair: Pair, entry: Entry | None, *, half: bool, cpu_dtype: str) -> Plan:
+    """The plan of a site before its gate knows better: the user's ratio, else the table's, else built in.
 
     Args:
-        site: what is decided.
         settings: `ratio` wins where it is given.
         pair: the units that would share the rows.
-        widened: whether the CPU would compute half-precision rows in float32.
+        entry: what was measured for the site, None where nothing was. One that was measured with another
+            CPU type than the user asks for does not count.
+        half: whether the result is of a half-precision type.
+        cpu_dtype: `native` or `float32`: what the CPU rows are computed in without a table.
     """
     if settings.ratio is not None:
-        return _plan(settings.ratio, f"ratio={settings.ratio} was given")
-    return without_table(pair, widened=widened)
+        return _plan(settings.ratio, cpu_dtype, f"ratio={settings.ratio} was given")
+    if entry is not None and settings.cpu_dtype in ("auto", entry.cpu_dtype):
+        return _plan(entry.ratio, entry.cpu_dtype, f"measured {entry.when}, gain {entry.gain:.0%}")
+    return without_table(pair, half=half, cpu_dtype=cpu_dtype)
 
 
-def without_table(pair: Pair, *, widened: bool) -> Plan:
+def without_table(pair: Pair, *, half: bool, cpu_dtype: str) -> Plan:
     """The built-in default, where nothing was measured."""
     if pair.backend == "cpu" and pair.cores < 2:
-        return _plan(0.0, "one CPU core: there is no second unit")
-    ratio = default_ratio(pair.backend, widened=widened)
-    return _plan(ratio, f"built-in default for {pair.backend}")
+        return _plan(0.0, cpu_dtype, "one CPU core: there is no second unit")
+    ratio = default_ratio(pair.backend, widened=half and cpu_dtype == "float32")
+    return _plan(ratio, cpu_dtype, f"built-in default for {pair.backend}")
 
 
-def _plan(ratio: float, why: str) -> Plan:
-    return Plan(SPLIT if ratio > 0 else STOCK, ratio, why)
+def _plan(ratio: float, cpu_dtype: str, why: str) -> Plan:
+    return Plan(SPLIT if ratio > 0 else STOCK, ratio, cpu_dtype, why)
