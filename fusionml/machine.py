@@ -32,7 +32,7 @@ _STEERING = {"VECLIB_MAXIMUM_THREADS", "LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
 
 def backend() -> Literal["metal", "cuda", "cpu"]:
     """What the default device is at this moment; never remembered, since anyone may change it."""
-    if mx.default_device().type != mx.DeviceType.gpu:
+    if mx.default_device() != mx.gpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
