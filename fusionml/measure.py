@@ -55,7 +55,7 @@ def paired_ratio(
     """Speed-up of `treatment` over `baseline`, as baseline / treatment pair by pair.
 
     The interval is a percentile bootstrap of the median, its tails widened for few pairs (Hesterberg 2015,
-    "expanded percentile"). In simulated A/A runs it holds 1.00 in 95 to 98 % of runs of six pairs and more,
+    "expanded percentile"). In simulated A/A runs it holds 1.00 in 95 to 98 % of the runs from six pairs on,
     the plain percentiles in 89 to 95 %. With two to five pairs it is the range of the pairs, or nearly, and
     reaches no 95 %. ValueError for unequal lengths, no pairs, or a time that is not positive and finite.
     """
