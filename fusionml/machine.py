@@ -45,10 +45,11 @@ def cores() -> int:
 
 
 def math_fingerprint() -> dict[str, float]:
-    """GFLOP/s of MLX's CPU matmul in float32 and bfloat16, about 50 ms of work or less.
+    """GFLOP/s of MLX's CPU matmul in float32 and bfloat16, in less than 50 ms.
 
-    It tells math libraries apart (reference BLAS, OpenBLAS with one or more threads, Accelerate), which is a
-    factor of two and more; it is no benchmark. Products of 128 x 128 x 128 on the default CPU stream.
+    It tells math libraries apart, a factor of ten between reference BLAS and OpenBLAS. It is no benchmark,
+    and not meant to tell how many threads one uses: the variables in `identity()` do. Products of
+    128 x 128 x 128 on the default CPU stream.
     """
     return {str(dtype).removeprefix("mlx.core."): _gflops(dtype) for dtype in (mx.float32, mx.bfloat16)}
 
