@@ -449,6 +449,15 @@ def test_only_many_rows_in_the_sequence_split(
     assert fusionml.status()["calls"] == ({"split": 1} if split_it else {})
 
 
+def test_a_long_vector_is_one_row(patch: Callable[..., None]) -> None:
+    model = pair(width=4096, hidden=128)
+    patch(model, min_rows=2, ratio=0.5)
+    given = lazy(x(4096))
+    assert model.up(given).shape == (128,)
+    assert not evaluated(given)
+    assert fusionml.status()["calls"] == {}
+
+
 def test_the_default_is_256_rows(patch: Callable[..., None]) -> None:
     model = pair()
     patch(model, ratio=0.5)

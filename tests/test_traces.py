@@ -321,6 +321,7 @@ def test_an_input_that_does_not_fit_fails_as_in_stock(model: Pair) -> None:
     wrong = mx.zeros((2, ROWS, 130))
     with pytest.raises(ValueError, match=r"addmm|matmul") as ours:
         model(wrong)
+    assert fusionml.status()["reasons"] == {"input (2, 40, 130) of type mlx.core.float32": 1}
     fusionml.unpatch()
     with pytest.raises(ValueError, match=r"addmm|matmul") as theirs:
         model(wrong)
