@@ -1,39 +1,41 @@
 """The no-regression gate (paper, Sections 4 and 5.5): which arm a site runs, and which calls are timed.
 
-Policy only: no MLX, no clock, no files, no log. The caller says what the machine is like and how long a call took;
-the gate answers with an arm and keeps its reasons as lines of text in `Gate.events`.
+Policy only: no MLX, no clock, no files, no log. The caller says what the machine is like and how long a call
+took; the gate answers with an arm and keeps its reasons as lines of text in `Gate.events`.
 
 How it decides
-    *Probation* times the arms in turn, a few samples each, and picks by median; the baseline wins ties (within the
-    hysteresis). An arm whose first clean sample is beyond 1.5x the best is dropped on the spot. If the two best
-    cannot be told apart by two standard errors, probation goes on for those two, to three times its length.
+    *Probation* times the arms in turn, four samples each, and picks by median; the baseline wins within the
+    hysteresis. An arm whose first clean sample is beyond 1.5x the best is dropped on the spot. While two
+    standard errors cannot tell the two best apart, probation goes on for those two, to three times its length.
     *Tracking* keeps an exponential moving average of seconds per row for each arm.
-    *Switching* needs a *duel*: once the averages differ by more than max(hysteresis, 3 standard errors), the two arms
-    are timed again in turn, and fresh samples must pass the same threshold in two consecutive rounds. Fresh and
-    interleaved, because an average of old probes says nothing once the whole machine has slowed down.
+    *Switching* needs a *duel*. It opens when the averages differ by more than max(hysteresis, 3 standard
+    errors), or when an arm has moved. The two arms are timed again in turn, and the fresh samples must pass the
+    same threshold in two consecutive rounds. Fresh and interleaved, because the average of old probes says
+    nothing once the whole machine has slowed down.
 
 Which samples count
-    Not those the caller calls unclean (first touch of a weight, a wait on a lock, a trace), none taken under memory
-    pressure, none of an arm just swapped in while the working sets do not fit together (it measures the reload).
-    The outlier rule: a sample further from the arm's average than max(10 %, 3.5 standard deviations) is *held*. If
-    the arm's next clean sample agrees with it (same side, within twice that band), the arm has moved and its average
-    restarts from the two; otherwise the held sample was an outlier and is dropped. Outliers still widen the noise
-    estimate, clipped at the band, so a machine that turns noisy widens the band too.
+    Not those the caller calls unclean (first touch of a weight, a wait on a lock, a trace), none taken under
+    memory pressure, none of an arm just swapped in where the working sets do not fit together: it measures the
+    reload. The outlier rule: a sample further from its arm's average than max(10 %, 2.5 standard deviations) is
+    *held*. If the arm's next clean sample agrees (same side, within twice that band), the arm has *moved* and
+    its average restarts from the two; otherwise the held one was an outlier and is dropped. Outliers still
+    widen the noise estimate, clipped at the band, so that a machine that turns noisy widens the band too.
 
-How often it looks (`auto`)
-    Two kinds of change need two kinds of look. The active arm getting slower shows in its own time, so it is timed
-    every 20 calls; a held slow sample asks for another at once, and one that has moved opens a duel. An *inactive*
-    arm getting faster shows only in a probe: near arms are probed about every 20 to 40 calls, because a step is to
-    be followed within 50 (a promising probe is confirmed at once, a duel takes 6 calls or a few more). A probe costs
-    `slower - 1 + timing` calls, so the interval is that cost over 0.6 %: 20 calls for an equal arm, about 50 for one 1.3x slower, 150
-    for one 1.9x slower. The far ones are the ones that no 30 % step makes the best, so waiting longer loses nothing.
-    Timing the active arm may cost 0.25 %. Duels are paid from what is left: every call earns 1 % of a call, probing
-    spends it, and in debt nothing is probed and no duel opens, so the excess stays near 1 % whatever the times do.
-    Where a timed call costs as much as the call itself the same shares hold, and steps are followed later.
+How often `auto` looks
+    The active arm getting slower shows in its own time: it is timed every 20 calls, a slow sample asks for
+    another at once, and two open a duel. An *inactive* arm getting faster shows in a probe only. A change is to
+    be followed within 50 calls; a promising probe is repeated at once and a duel takes six calls or a few more;
+    so near arms need a probe every 40 calls at least. A probe costs `slower - 1 + timing` calls, and the
+    interval is that cost over 0.6 %: 20 calls for an equal arm (never fewer), 40 for one 1.24x slower, 50 for
+    1.3x, 150 for 1.9x. What is 1.3x away or more is not made the best by a step of 30 %, so it can wait. Timing
+    the active arm may cost 0.25 %. Duels are paid from the rest: every call earns 1 % of a call, all timing
+    spends it, and in debt nothing is probed and no duel opens. So the excess stays under 1 % and a few calls,
+    whatever the times do. Where timing costs as much as the call, the same shares hold and changes are followed
+    later. The caller has to tell that cost (`overhead`): a tenth of it at most is added to every call untold.
 
-Where the working sets do not fit together, or nobody knows, probing evicts what the active arm needs (Section 5.5),
-so `auto` does what `lock` does: no scheduled probes, a duel only on drift of the active arm; and probation and duels
-time each arm in runs, of which the first call does not count.
+Where the working sets do not fit together, or nobody knows, probing evicts what the active arm needs (Section
+5.5). There `auto` does what `lock` does: no scheduled probes, a duel only on drift of the active arm; and
+probation and duels time each arm in runs, the first call of which does not count.
 """
 
 from __future__ import annotations
@@ -42,16 +44,17 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from statistics import fmean, median, median_low
 from typing import Any, NamedTuple
 
 POLICIES = ("auto", "periodic", "lock", "off")
 
 EARN = 0.01  # calls of credit that each call earns: the bound on the excess
-CREDIT = 3.0  # calls of credit that may be saved up: a few failed duels
-PROBE_SHARE = 0.006  # of EARN, for scheduled probes of all inactive arms together
-ACTIVE_SHARE = 0.0025  # of EARN, for timing the active arm
-SECOND_LOOK_SHARE = 0.05  # an arm dropped on one sample is looked at once more, this much earlier
+CREDIT = 6.0  # calls of credit that may be saved up: a few failed duels, or probes that hit an outlier
+PROBE_SHARE = 0.006  # calls of cost a call, for scheduled probes of all inactive arms together
+ACTIVE_SHARE = 0.0025  # calls of cost a call, for timing the active arm
+SECOND_LOOK_SHARE = 0.05  # the same, for one early look at an arm that one or two samples shelved
 SHORTEST = 20  # calls between two looks at one arm
 PERIOD = 10  # the paper's re-probe interval
 
@@ -91,7 +94,7 @@ class _Track:
     seen: int = FIRST_SEEN
     held: float | None = None
     outliers: int = 0
-    doubt: bool = False  # dropped on one sample; to be looked at once more
+    doubt: bool = False  # slow on the word of one or two samples; to be looked at once more, early
     next_probe: int = _NEVER
 
     def error(self) -> float:
@@ -159,7 +162,7 @@ class _Trial:
     overhead: float = 0.0
 
     def next(self, run: int) -> str:
-        """The arm to time: the current one until `run` samples of it are kept, then the one with the fewest."""
+        """The arm to time: the current one until `run` samples are kept, then the one with the fewest."""
         if self.arm not in self.samples or self.kept >= run:
             others = [arm for arm in self.samples if arm != self.arm] or list(self.samples)
             self.arm = min(others, key=lambda arm: len(self.samples[arm]))
@@ -180,32 +183,34 @@ class _Trial:
         return {arm: median(samples) for arm, samples in self.samples.items() if samples}
 
     def is_hopeless(self, arm: str, *before: float) -> bool:
-        """Whether `arm` is beyond 1.5x the best of the others: by its first sample, or by most of its samples."""
+        """Whether most samples of `arm`, and of `before`, are beyond 1.5x the best of the others."""
         others = [median(samples) for name, samples in self.samples.items() if name != arm and samples]
         return bool(others) and median_low([*self.samples[arm], *before]) > DROP * min(others)
 
 
 class Gate:
-    """Decide, call by call, which arm a site runs, so that no run is slower than stock by more than its probes.
+    """Decide, call by call, which arm a site runs: never slower than stock by more than the probes cost.
 
-    Call `choose` before every call of the site, and `record` after it where the decision says `timed`. An untimed
-    call needs nothing more, so it can stay lazy. Not thread-safe: the caller holds a lock around each method (the
-    decision and the record need not be under one hold).
+    Call `choose` before every call of the site, and `record` after it where the decision says `timed`. An
+    untimed call needs nothing more, so it can stay lazy. Not thread-safe: the caller holds a lock around each
+    method; the decision and its record need not be under one hold.
 
     Args:
         arms: names of the ways to compute the site, one of which is the baseline.
-        policy: `auto` (probe while the arms' working sets fit in free memory together, else `lock`), `periodic`
-            (re-probe each inactive arm every 10th call and switch on the averages: the paper's), `lock` (probation,
-            then no scheduled probes; a duel on drift of the active arm), `off` (never time; the arm that `prior`
-            found best, or the baseline).
+        policy: one of
+            `auto`: probe while the arms' working sets fit in free memory together, otherwise as `lock`;
+            `periodic`: re-probe each inactive arm every 10th call, switch on the averages: the paper's;
+            `lock`: probation, then no scheduled probes; a duel on drift of the active arm;
+            `off`: time nothing; run the arm that `prior` found best, or the baseline.
         hysteresis: relative gain below which arms count as equal, in [0, 1).
-        baseline: the arm that is never slower than stock, because it is stock.
+        baseline: the arm that is stock.
 
     Raises:
         ValueError: for arms, a policy, a hysteresis or a baseline outside what is allowed.
 
     Attributes:
-        arm: the active arm. events: lines of text, one a decision, for the caller to drain and log (the newest 64).
+        arm: the active arm.
+        events: one line of text for each decision, for the caller to drain and log; the newest 64 are kept.
     """
 
     def __init__(
@@ -233,8 +238,9 @@ class Gate:
         self._timed = {name: Decision(name, True) for name in names}
         self._trial = _Trial({name: [] for name in names}) if len(names) > 1 and policy != "off" else None
         self._fits: bool | None = None
-        self._pressed = self._stood_down = self._drifted = False
-        self._again: str | None = None  # a held sample that is worth a second look at once
+        self._pressed = self._stood_down = False
+        self._again: str | None = None  # the arm of a held sample that is worth a second look at once
+        self._news: str | None = None  # an arm that moved so that another may be the best
         self._last = ""  # the arm of the last call
         self._evicted: set[str] = set()
         self._confirmed = 0  # `periodic` only
@@ -275,8 +281,8 @@ class Gate:
 
         Args:
             arm: the arm that ran.
-            seconds: what the arm costs a call, untimed calls included: the split arm with its boundary, the stock
-                arm without the one that only timing needed.
+            seconds: what the arm costs in an untimed call too: split with its boundary, stock without the
+                boundary that only timing needed.
             rows: rows of the call, at least 1.
             clean: False if the time is not the arm's own; `reason` then says why.
             overhead: seconds that timing added to this call and `seconds` leaves out.
@@ -295,7 +301,7 @@ class Gate:
         self._due = 0
         if self._pressed or self.policy == "off":
             clean, reason = False, "pressure" if self._pressed else "policy off"
-        if clean:
+        else:
             self._charge(arm, seconds, rows, overhead, evicted)
         if not clean or evicted:
             why = (reason or "unclean") if not clean else "swapped in"
@@ -308,9 +314,9 @@ class Gate:
     def prior(self, estimates: Mapping[str, float]) -> None:
         """Seed the estimates, in seconds per row by arm, from a calibration table.
 
-        If they cover every arm, the best of them becomes active at once (the baseline within the hysteresis) and
-        there is no probation. A prior weighs nothing against a sample: the first clean one replaces it, and one
-        of the active arm that contradicts it by more than 25 % counts as drift.
+        If they cover every arm, the best becomes active at once (the baseline within the hysteresis) and there
+        is no probation. The first clean sample of an arm replaces its prior; one that contradicts it by more
+        than 25 % counts as a move of the arm.
 
         Raises:
             ValueError: for an unknown arm, or an estimate that is not finite and above 0.
@@ -328,7 +334,7 @@ class Gate:
             self._next_active = self.calls + 1
 
     def stand_down(self, why: str) -> None:
-        """Run the baseline from the next call on, until a call of `choose` without pressure: pressure lasts."""
+        """Pressure lasts: run the baseline until `choose` is called without pressure."""
         if not self._stood_down:
             self._pressed = self._stood_down = True
             self._untimed, self._due = Decision(self.baseline, False), 0
@@ -372,7 +378,7 @@ class Gate:
             ValueError: if `saved` is of other arms, or is not what `save` returns.
         """
         try:
-            tracks = {str(name): _Track(**track) for name, track in saved["tracks"].items()}
+            tracks = {str(name): _checked(_Track(**track)) for name, track in saved["tracks"].items()}
             for name in (*tracks, saved["arm"]):
                 self._check_arm(name)
             learning, arm, why = bool(saved["learning"]), str(saved["arm"]), str(saved["why"])
@@ -439,7 +445,8 @@ class Gate:
         return arm
 
     def _due_probe(self) -> str | None:
-        if not self._probing() or (self.policy == "auto" and self._balance() < 0):
+        unknown = self._tracks[self.arm].value is None  # then nobody could say what a probe costs
+        if not self._probing() or unknown or (self.policy == "auto" and self._balance() < 0):
             return None
         due = [arm for arm in self._others if self._tracks[arm].next_probe <= self.calls]
         return min(due, key=lambda arm: self._tracks[arm].next_probe) if due else None
@@ -526,9 +533,12 @@ class Gate:
         before = track.value
         verdict = track.add(x)
         assert track.value is not None
-        if track.doubt and verdict != "held":
-            track.doubt = False
-            track.next_probe = self.calls + self._interval(arm)
+        if verdict != "held":
+            # Two outliers in a row would shelve an inactive arm for long, so such news is checked early.
+            doubt = verdict == "moved" and arm != self.arm and before is not None and track.value > before
+            if doubt or track.doubt:
+                track.doubt = doubt
+                track.next_probe = self.calls + self._interval(arm)
         if verdict == "held":
             # Only news that could change the plan is worth another timed call at once.
             bad = arm == self.arm and x > track.value
@@ -538,11 +548,12 @@ class Gate:
             self._say(
                 f"{arm} moved from {_us(before)} to {_us(track.value)} ({track.value / before - 1:+.0%})"
             )
-            self._drifted |= arm == self.arm or self._gain(arm) > -math.log1p(-self.hysteresis)
+            if arm == self.arm or self._gain(arm) > -math.log1p(-self.hysteresis):
+                self._news = arm
         self._consider()
 
     def _consider(self) -> None:
-        """Challenge the active arm if it drifted or if another looks better by more than the threshold."""
+        """Challenge the active arm if another looks better by more than the threshold, or an arm moved."""
         active = self._tracks[self.arm]
         values = {arm: v for arm in self._others if (v := self._tracks[arm].value) is not None}
         if active.value is None or not values:
@@ -554,11 +565,10 @@ class Gate:
             self._confirmed = self._confirmed + 1 if better else 0
             if self._confirmed == 2:
                 self._switch(rival, self._compare(rival, {**values, self.arm: active.value}))
-        elif self._balance() >= 0 and (better or (self._drifted and gain > -math.log(2))):
-            reason = (
-                f"{self.arm} drifted" if self._drifted else f"{rival} looks {math.expm1(gain):.1%} faster"
+        elif self._balance() >= 0 and (better or (self._news and gain > -math.log(2))):
+            self._open_duel(
+                rival, f"{self._news} moved" if self._news else f"looks {math.expm1(gain):.1%} faster"
             )
-            self._open_duel(rival, reason)
 
     def _gain(self, arm: str) -> float:
         """How much faster `arm` looks than the active one, as a logarithm."""
@@ -570,7 +580,7 @@ class Gate:
         return max(-math.log1p(-self.hysteresis), ERRORS * math.hypot(*errors))
 
     def _open_duel(self, challenger: str, reason: str) -> None:
-        self._drifted, self._again = False, None
+        self._news = self._again = None
         self._trial = _Trial({challenger: [], self.arm: []}, challenger)
         self._say(f"duel of {challenger} against {self.arm}: {reason}")
 
@@ -733,7 +743,7 @@ def _check_arms(arms: tuple[str, ...], baseline: str) -> None:
 
 
 def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be a finite number")
     return float(value)
 
@@ -741,6 +751,17 @@ def _number(name: str, value: float) -> float:
 def _check_positive(name: str, value: float) -> None:
     if _number(name, value) <= 0:
         raise ValueError(f"{name} is {value!r}; it must be finite and above 0")
+
+
+def _checked(track: _Track) -> _Track:
+    """The track, if its numbers are such as a gate saves."""
+    for name in ("value", "held"):
+        if getattr(track, name) is not None:
+            _check_positive(name, getattr(track, name))
+    for name in ("samples", "factor", "spread", "seen", "outliers", "next_probe"):
+        if _number(name, getattr(track, name)) < 0:
+            raise ValueError(f"{name} is {getattr(track, name)!r}; it must not be negative")
+    return track
 
 
 def _centre(samples: list[float], spread: float) -> float:

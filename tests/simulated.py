@@ -1,7 +1,7 @@
-"""A simulated machine for the gate: what every arm would have cost at every call, and what the gate made of it.
+"""A simulated machine for the gate: what each arm would have cost at each call, and what the gate made of it.
 
-Each call's time is the arm's own time, times lognormal noise, times 3 in one call of a hundred. The noise of a call
-is the same whichever arm runs, so that a run can be compared with the arms run on their own.
+Each call's time is the arm's own time, times lognormal noise, times 3 in one call of a hundred. The noise of a
+call is the same whichever arm runs, so that a run can be compared with the arms run on their own.
 """
 
 from __future__ import annotations
