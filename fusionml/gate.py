@@ -6,36 +6,39 @@ took; the gate answers with an arm and keeps its reasons as lines of text in `Ga
 How it decides
     *Probation* times the arms in turn, four samples each, and picks by median; the baseline wins within the
     hysteresis. An arm whose first clean sample is beyond 1.5x the best is dropped on the spot. While two
-    standard errors cannot tell the two best apart, probation goes on for those two, to three times its length.
+    standard errors cannot tell the two best apart, probation goes on for those two, to three times its
+    length.
     *Tracking* keeps an exponential moving average of seconds per row for each arm.
     *Switching* needs a *duel*. It opens when the averages differ by more than max(hysteresis, 3 standard
-    errors), or when an arm has moved. The two arms are timed again in turn, and the fresh samples must pass the
-    same threshold in two consecutive rounds. Fresh and interleaved, because the average of old probes says
-    nothing once the whole machine has slowed down.
+    errors), or when an arm has moved. The two arms are timed again in turn, and the fresh samples must pass
+    the same threshold in two consecutive rounds. Fresh and interleaved, because the average of old probes
+    says nothing once the whole machine has slowed down.
 
 Which samples count
     Not those the caller calls unclean (first touch of a weight, a wait on a lock, a trace), none taken under
-    memory pressure, none of an arm just swapped in where the working sets do not fit together: it measures the
-    reload. The outlier rule: a sample further from its arm's average than max(10 %, 2.5 standard deviations) is
-    *held*. If the arm's next clean sample agrees (same side, within twice that band), the arm has *moved* and
-    its average restarts from the two; otherwise the held one was an outlier and is dropped. Outliers still
-    widen the noise estimate, clipped at the band, so that a machine that turns noisy widens the band too.
+    memory pressure, none of an arm just swapped in where the working sets do not fit together: it measures
+    the reload. The outlier rule: a sample further from its arm's average than max(10 %, 2.5 standard
+    deviations) is *held*. If the arm's next clean sample agrees (same side, within twice that band), the arm
+    has *moved* and its average restarts from the two; otherwise the held one was an outlier and is dropped.
+    Outliers still widen the noise estimate, clipped at the band, so that a machine that turns noisy widens
+    the band too.
 
 How often `auto` looks
     The active arm getting slower shows in its own time: it is timed every 20 calls, a slow sample asks for
-    another at once, and two open a duel. An *inactive* arm getting faster shows in a probe only. A change is to
-    be followed within 50 calls; a promising probe is repeated at once and a duel takes six calls or a few more;
-    so near arms need a probe every 40 calls at least. A probe costs `slower - 1 + timing` calls, and the
-    interval is that cost over 0.6 %: 20 calls for an equal arm (never fewer), 40 for one 1.24x slower, 50 for
-    1.3x, 150 for 1.9x. What is 1.3x away or more is not made the best by a step of 30 %, so it can wait. Timing
-    the active arm may cost 0.25 %. Duels are paid from the rest: every call earns 1 % of a call, all timing
-    spends it, and in debt nothing is probed and no duel opens. So the excess stays under 1 % and a few calls,
-    whatever the times do. Where timing costs as much as the call, the same shares hold and changes are followed
-    later. The caller has to tell that cost (`overhead`): a tenth of it at most is added to every call untold.
+    another at once, and two open a duel. An *inactive* arm getting faster shows in a probe only. A change is
+    to be followed within 50 calls; a promising probe is repeated at once and a duel takes six calls or a few
+    more; so near arms need a probe every 40 calls at least. A probe costs `slower - 1 + timing` calls, and
+    the interval is that cost over 0.6 %: 20 calls for an equal arm (never fewer), 40 for one 1.24x slower,
+    50 for 1.3x, 150 for 1.9x. What is 1.3x away or more is not made the best by a step of 30 %, so it can
+    wait. Timing the active arm may cost 0.25 %. Duels are paid from the rest: every call earns 1 % of a
+    call, all timing spends it, and in debt nothing is probed and no duel opens. So the excess stays under 1 %
+    and a few calls, whatever the times do. Where timing costs as much as the call, the same shares hold
+    and changes are followed later. The caller has to tell that cost (`overhead`): a tenth of it at most is
+    added to every call untold.
 
-Where the working sets do not fit together, or nobody knows, probing evicts what the active arm needs (Section
-5.5). There `auto` does what `lock` does: no scheduled probes, a duel only on drift of the active arm; and
-probation and duels time each arm in runs, the first call of which does not count.
+Where the working sets do not fit together, or nobody knows, probing evicts what the active arm needs
+(Section 5.5). There `auto` does what `lock` does: no scheduled probes, a duel only on drift of the active
+arm; and probation and duels time each arm in runs, the first call of which does not count.
 """
 
 from __future__ import annotations
@@ -314,8 +317,8 @@ class Gate:
     def prior(self, estimates: Mapping[str, float]) -> None:
         """Seed the estimates, in seconds per row by arm, from a calibration table.
 
-        If they cover every arm, the best becomes active at once (the baseline within the hysteresis) and there
-        is no probation. The first clean sample of an arm replaces its prior; one that contradicts it by more
+        If they cover every arm, the best becomes active at once (the baseline within the hysteresis), with
+        no probation. The first clean sample of an arm replaces its prior; one that contradicts it by more
         than 25 % counts as a move of the arm.
 
         Raises:
@@ -331,7 +334,7 @@ class Gate:
             self._trial = None
             arm = self._pick(values)
             self._adopt(arm, f"calibrated: {self._compare(arm, values)}")
-            self._next_active = self.calls + 1
+            self._next_active = self.calls + 2  # the first call may find nothing resident
 
     def stand_down(self, why: str) -> None:
         """Pressure lasts: run the baseline until `choose` is called without pressure."""
@@ -394,7 +397,7 @@ class Gate:
             self._trial = None
         self.why = why
         self._activate(arm)
-        self._next_active = self.calls + 1
+        self._next_active = self.calls + 2  # the first call may find nothing resident
 
     # What the next call does.
 
@@ -581,7 +584,7 @@ class Gate:
 
     def _open_duel(self, challenger: str, reason: str) -> None:
         self._news = self._again = None
-        self._trial = _Trial({challenger: [], self.arm: []}, challenger)
+        self._trial = _Trial({self.arm: [], challenger: []}, challenger)
         self._say(f"duel of {challenger} against {self.arm}: {reason}")
 
     def _trial_sample(self, arm: str, x: float) -> None:

@@ -1,7 +1,7 @@
 """A simulated machine for the gate: what each arm would have cost at each call, and what the gate made of it.
 
-Each call's time is the arm's own time, times lognormal noise, times 3 in one call of a hundred. The noise of a
-call is the same whichever arm runs, so that a run can be compared with the arms run on their own.
+Each call's time is the arm's own time, times lognormal noise, times 3 in one call of a hundred. The noise of
+a call is the same whichever arm runs, so that a run can be compared with the arms run on their own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Machine:
     told: bool = True  # whether the gate is told of it
     fits: bool | None = True
     evicts: bool = False
-    pressure: tuple[int, int] = (0, 0)  # first call under memory pressure, and the first after it
 
 
 @dataclass
@@ -39,7 +38,8 @@ class Run:
 
     gate: Gate
     total: float
-    fixed: dict[str, float]
+    fixed: dict[str, float]  # always the same arm
+    ideal: float  # always the fastest arm of the moment
     switched: list[tuple[int, str]] = field(default_factory=list)
     arms: list[str] = field(default_factory=list)  # the active arm at every call
     timed: int = 0
@@ -63,11 +63,6 @@ def stepped(calls: int, at: int, split: float, arm: str, by: float) -> dict[str,
     return times
 
 
-def speedups(*, calls: int, split: float) -> dict[str, Floats]:
-    """Stock, and a split that is `split` times faster."""
-    return steady(calls, split=1 / split)
-
-
 def play(gate: Gate, machine: Machine, seed: int, trace: bool = False) -> Run:
     """Run the gate over the machine's calls."""
     rng = np.random.default_rng(seed)
@@ -76,7 +71,8 @@ def play(gate: Gate, machine: Machine, seed: int, trace: bool = False) -> Run:
     noise *= np.where(rng.random(calls) < machine.outliers, 3.0, 1.0)
     rows = rng.integers(512, 2049, calls)
     costs = {arm: per_row * noise * rows for arm, per_row in machine.times.items()}
-    run = Run(gate, 0.0, {arm: float(cost.sum()) for arm, cost in costs.items()})
+    fixed = {arm: float(cost.sum()) for arm, cost in costs.items()}
+    run = Run(gate, 0.0, fixed, float(np.minimum.reduce(list(costs.values())).sum()))
     run.total = _loop(run, machine, {arm: cost.tolist() for arm, cost in costs.items()}, rows.tolist(), trace)
     return run
 
@@ -84,9 +80,8 @@ def play(gate: Gate, machine: Machine, seed: int, trace: bool = False) -> Run:
 def _loop(run: Run, machine: Machine, costs: dict[str, list[float]], rows: list[int], trace: bool) -> float:
     gate, choose, fits = run.gate, run.gate.choose, machine.fits
     total, resident = 0.0, "stock"
-    first, last = machine.pressure
     for call, height in enumerate(rows):
-        arm, timed = choose(fits, first <= call < last)
+        arm, timed = choose(fits)
         cost = costs[arm][call]
         if arm != resident:
             if machine.evicts:
