@@ -31,10 +31,10 @@ How often `auto` looks
     the interval is that cost over 0.6 %: 20 calls for an equal arm (never fewer), 40 for one 1.24x slower,
     50 for 1.3x, 150 for 1.9x. What is 1.3x away or more is not made the best by a step of 30 %, so it can
     wait. Timing the active arm may cost 0.25 %. Duels are paid from the rest: every call earns 1 % of a
-    call, all timing spends it, and in debt nothing is probed and no duel opens. So the excess stays under 1 %
-    and a few calls, whatever the times do. Where timing costs as much as the call, the same shares hold
-    and changes are followed later. The caller has to tell that cost (`overhead`): a tenth of it at most is
-    added to every call untold.
+    call, all timing spends it, and in debt nothing is probed and no duel opens. So the excess stays under
+    one per cent and a few calls, whatever the times do. Where timing costs as much as the call, the same
+    shares hold and changes are followed later. The caller has to tell that cost (`overhead`): untold, two
+    arms are each timed every 20 calls, whatever that costs.
 
 Where the working sets do not fit together, or nobody knows, probing evicts what the active arm needs
 (Section 5.5). There `auto` does what `lock` does: no scheduled probes, a duel only on drift of the active
@@ -57,7 +57,7 @@ EARN = 0.01  # calls of credit that each call earns: the bound on the excess
 CREDIT = 6.0  # calls of credit that may be saved up: a few failed duels, or probes that hit an outlier
 PROBE_SHARE = 0.006  # calls of cost a call, for scheduled probes of all inactive arms together
 ACTIVE_SHARE = 0.0025  # calls of cost a call, for timing the active arm
-SECOND_LOOK_SHARE = 0.05  # the same, for one early look at an arm that one or two samples shelved
+SECOND_LOOK_SHARE = 0.05  # the same, for one early look at an arm shelved on one or two samples
 SHORTEST = 20  # calls between two looks at one arm
 PERIOD = 10  # the paper's re-probe interval
 
@@ -455,14 +455,14 @@ class Gate:
         return min(due, key=lambda arm: self._tracks[arm].next_probe) if due else None
 
     def _second_look(self) -> None:
-        """Where nothing is probed on schedule, look once more at an arm that one sample dropped."""
+        """Where nothing is probed on schedule, look once more at an arm shelved on little evidence."""
         if self._probing() or self._balance() < 0:
             return
         for arm in self._others:
             track = self._tracks[arm]
             if track.doubt and track.next_probe <= self.calls:
                 track.doubt = False
-                self._open_duel(arm, f"a second look at {arm}, dropped on one sample")
+                self._open_duel(arm, f"a second look at {arm}")
                 return
 
     def _next_due(self, arm: str) -> int:
@@ -568,10 +568,10 @@ class Gate:
             self._confirmed = self._confirmed + 1 if better else 0
             if self._confirmed == 2:
                 self._switch(rival, self._compare(rival, {**values, self.arm: active.value}))
-        elif self._balance() >= 0 and (better or (self._news and gain > -math.log(2))):
-            self._open_duel(
-                rival, f"{self._news} moved" if self._news else f"looks {math.expm1(gain):.1%} faster"
-            )
+        elif self._balance() >= 0:
+            news, self._news = self._news, None
+            if better or (news and gain > -math.log(2)):  # news is not worth a duel with an arm twice as slow
+                self._open_duel(rival, f"{news} moved" if news else f"looks {math.expm1(gain):.1%} faster")
 
     def _gain(self, arm: str) -> float:
         """How much faster `arm` looks than the active one, as a logarithm."""
@@ -613,18 +613,12 @@ class Gate:
             gap = math.log(
                 self._handicapped(second, centres[second]) / self._handicapped(first, centres[first])
             )
-            if gap < 2 * _MEDIAN_ERROR * self._pooled_error(trial, first, second):
+            if gap < 2 * _MEDIAN_ERROR * _difference_error(trial.samples[first], trial.samples[second]):
                 for arm in ranked[2:]:
                     trial.dropped[arm] = trial.samples.pop(arm)
                 trial.goal += RUN
                 return
         self._settle(trial)
-
-    def _pooled_error(self, trial: _Trial, *arms: str) -> float:
-        """Relative standard error of the difference of two means of the trial."""
-        for arm in arms:
-            self._tracks[arm].spread = _spread(trial.samples[arm])
-        return math.hypot(*(self._tracks[arm].spread / math.sqrt(len(trial.samples[arm])) for arm in arms))
 
     def _handicapped(self, arm: str, value: float) -> float:
         """The baseline wins within the hysteresis."""
@@ -781,6 +775,11 @@ def _spread(samples: list[float]) -> float:
     for x in samples:
         square += min(abs(math.log(x / middle)), BAND_SIGMAS * FIRST_SPREAD) ** 2
     return math.sqrt(square / (FIRST_SEEN + len(samples) - 1))
+
+
+def _difference_error(*arms: list[float]) -> float:
+    """Relative standard error of the difference of the arms' means."""
+    return math.hypot(*(_spread(samples) / math.sqrt(len(samples)) for samples in arms))
 
 
 def _public(track: _Track) -> dict[str, Any]:

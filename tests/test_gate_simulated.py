@@ -1,7 +1,7 @@
 """The gate on a simulated machine: what it costs, what it gains, and how fast it follows.
 
-`python tests/test_gate_simulated.py` prints every figure over 10,000 calls and 100 seeds; the tests take fewer
-seeds where the figure hardly varies.
+`python tests/test_gate_simulated.py` prints every figure over 10,000 calls and 100 seeds; the tests take
+fewer seeds where the figure hardly varies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def cell(speedup: float, sigma: float, timing: float = 0.02, told: bool = True) 
 
 
 def crowded(speedup: float, sigma: float) -> Machine:
-    """The paper's 8 GB M1 at 8192: three modes that evict one another; `compiled` loses 6 % to eager stock."""
+    """The paper's 8 GB M1 at 8192: three modes evict one another; `compiled` loses 6 % to eager stock."""
     return Machine(steady(CALLS, split=1 / speedup, compiled=1.06), sigma, fits=False, evicts=True)
 
 
@@ -181,7 +181,7 @@ def _print(name: str, sigma: float, results: list[Run], measure: Callable[[Run],
 
 
 def main(seeds: int = 100) -> None:
-    """Print every figure: time against always-stock and the best fixed arm, and the calls to follow a step."""
+    """Print every figure: time by always-stock and by the best fixed arm, and how fast steps are followed."""
     for sigma in SIGMAS:
         for speedup in SPEEDUPS:
             for policy in ("auto", "lock", "periodic"):
