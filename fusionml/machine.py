@@ -73,6 +73,25 @@ def _seconds(x: mx.array, products: int) -> float:
     return time.perf_counter() - start
 
 
+class OtherLoad:
+    """How busy other programs kept the CPU since this was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def share(self) -> float:
+        """Their share of all cores' time, 0 to 1; 0 where the system does not tell."""
+        busy, own, wall = (b - a for a, b in zip(self._start, self._now(), strict=True))
+        return min(1.0, max(0.0, busy - own) / (wall * (psutil.cpu_count() or 1))) if wall > 0 else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        times, own = psutil.cpu_times(), os.times()
+        # `user` counts what guests of this machine use, and nothing else is counted twice.
+        busy = times.user + times.system + getattr(times, "nice", 0.0)
+        return busy, own.user + own.system, time.perf_counter()
+
+
 # --- what keys the table, what is stamped on a result
 
 
