@@ -520,7 +520,7 @@ def failing(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("something of ours broke")
 
 
-@pytest.mark.parametrize("where", ["run_linear", "cpu_rows", "plan", "find", "admit"])
+@pytest.mark.parametrize("where", ["run_linear", "cpu_rows", "control", "find", "admit"])
 def test_a_failure_of_ours_is_stock_and_said_once(
     where: str,
     patch: Callable[..., None],
@@ -531,7 +531,7 @@ def test_a_failure_of_ours_is_stock_and_said_once(
     model = pair()
     expected = model(x())
     mx.eval(expected)
-    owners = {"plan": session, "find": session.known, "admit": session.budget}
+    owners = {"control": session, "find": session.known, "admit": session.budget}
     monkeypatch.setattr(owners.get(where, split), where, failing)
     patch(model, **SPLIT)
     with caplog.at_level(logging.WARNING, logger="fusionml"):
