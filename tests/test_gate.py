@@ -132,6 +132,8 @@ def test_unclean_samples_do_not_count_and_do_not_hold_up_for_ever() -> None:
     assert not gate.learning
     assert gate.state()["estimates"]["split"]["seconds_per_row"] is None
     assert gate.state()["rejected"]["first touch"] > 10
+    # With nothing to compare with, nobody could say what a probe would cost.
+    assert {gate.choose(True).arm for _ in range(500)} == {"stock"}
     drive(gate, {"stock": 1e-5, "split": 8e-6}, 300)
     assert gate.arm == "split"  # it learns once there is something to learn from
 
@@ -145,21 +147,22 @@ def test_a_call_that_cannot_be_clean_is_not_timed() -> None:
 # Where the working sets do not fit
 
 
-def evicting(gate: Gate, times: Times, calls: int) -> None:
+def evicting(gate: Gate, times: Times, calls: int, fits: bool | None) -> None:
     """The paper's machine: an arm swapped in reads 1.4x too slow, and the active one 1.7x after it."""
     resident = "stock"
     for _ in range(calls):
-        arm, timed = gate.choose(False)
+        arm, timed = gate.choose(fits)
         slow = 1.0 if arm == resident else 1.7 if arm == gate.arm else 1.4
         resident = arm
         if timed:
             gate.record(arm, times[arm] * slow * ROWS, ROWS)
 
 
+@pytest.mark.parametrize("fits", [False, None])
 @pytest.mark.parametrize("split", [1.05, 1.1, 0.95, 0.9])
-def test_probation_is_not_fooled_by_eviction(split: float) -> None:
+def test_probation_is_not_fooled_by_eviction(split: float, fits: bool | None) -> None:
     gate = Gate(["stock", "split"])
-    evicting(gate, {"stock": 1e-5, "split": split * 1e-5}, 60)
+    evicting(gate, {"stock": 1e-5, "split": split * 1e-5}, 60, fits)
     assert not gate.learning
     assert gate.arm == ("split" if split < 1 else "stock")
     assert gate.state()["estimates"]["split"]["seconds_per_row"] == pytest.approx(split * 1e-5)
@@ -213,7 +216,8 @@ def test_a_slower_active_arm_is_left_and_a_faster_inactive_one_taken(arm: str) -
 
 def test_a_machine_that_slows_as_a_whole_causes_no_switch() -> None:
     gate = settled({"stock": 1e-5, "split": 8e-6})
-    drive(gate, {"stock": 2e-5, "split": 1.6e-5}, 500)
+    decisions = drive(gate, {"stock": 2e-5, "split": 1.6e-5}, 500)
+    assert share(decisions[:60], lambda d: d.arm == "stock") <= 5 / 60  # it sees soon that a duel is lost
     assert (gate.arm, gate.switches) == ("split", 0)
     assert gate.state()["estimates"]["stock"]["seconds_per_row"] == pytest.approx(2e-5)
 
@@ -242,6 +246,32 @@ def test_a_single_outlier_moves_nothing_and_two_that_agree_do() -> None:
     assert gate.state()["estimates"]["split"]["outliers"] == 1
     drive(gate, {"stock": 1e-5, "split": 9.2e-6}, 60)
     assert gate.state()["estimates"]["split"]["seconds_per_row"] == pytest.approx(9.2e-6)
+
+
+def test_an_inactive_arm_shelved_by_two_outliers_is_looked_at_soon() -> None:
+    times = {"stock": 1e-5, "split": 1.1e-5}
+    gate = settled(times)
+    probed = []
+    for call in range(400):
+        arm, timed = gate.choose(True)
+        probed += [call] * (arm == "split")
+        if timed:
+            gate.record(arm, times[arm] * ROWS * (4 if arm == "split" and len(probed) <= 2 else 1), ROWS)
+    assert probed[2] - probed[1] < 100
+    assert gate.state()["estimates"]["split"]["seconds_per_row"] == pytest.approx(1.1e-5)
+
+
+def test_an_outlier_does_not_lose_a_duel() -> None:
+    times = {"stock": 1e-5, "split": 1.2e-5}
+    for outlier in range(3):  # the first, second or third sample of the challenger
+        gate, seen = settled({"stock": 1e-5, "split": 8e-6}), 0
+        for _ in range(60):
+            arm, timed = gate.choose(True)
+            duel = gate.state()["phase"] == "duel" and arm == "stock"
+            if timed:
+                gate.record(arm, times[arm] * ROWS * (3 if duel and seen == outlier else 1), ROWS)
+            seen += duel
+        assert gate.arm == "stock"
 
 
 def test_estimates_are_per_row() -> None:
@@ -337,7 +367,8 @@ def test_under_pressure_nothing_is_timed_and_the_plan_stays() -> None:
     assert {gate.choose(True, pressure=True) for _ in range(500)} == {("split", False)}
     assert "pressure" in gate.events[0]
     assert gate.state()["phase"] == "locked under pressure"
-    gate.record("split", 1.0, ROWS)  # a call that began before
+    for _ in range(5):
+        gate.record("split", 1e-2, ROWS)  # calls that began before
     assert gate.state()["estimates"]["split"]["seconds_per_row"] == pytest.approx(8e-6)
     assert gate.choose(True) == ("split", True)  # what changed meanwhile?
     assert "over" in gate.events[1]
@@ -357,6 +388,15 @@ def test_pressure_that_lasts_stands_down_and_recovery_is_noticed() -> None:
     assert len(gate.events) == 3
     drive(gate, {"stock": 1e-5, "split": 1.3e-5}, 50)  # and if it did not recover:
     assert gate.arm == "stock"
+
+
+def test_pressure_breaks_off_a_duel() -> None:
+    gate = settled({"stock": 1e-5, "split": 8e-6})
+    while gate.state()["phase"] != "duel":
+        drive(gate, {"stock": 1e-5, "split": 1.2e-5}, 1)
+    gate.choose(True, pressure=True)
+    gate.choose(True)
+    assert gate.state()["phase"] == "tracking"
 
 
 def test_pressure_interrupts_probation() -> None:
