@@ -328,6 +328,14 @@ def test_an_input_that_does_not_fit_fails_as_in_stock(model: Pair) -> None:
     assert str(ours.value) == str(theirs.value)
 
 
+def test_an_input_of_another_kind_is_stock(model: Pair) -> None:
+    whole = mx.arange(ROWS * 128).reshape(1, ROWS, 128)
+    ours = model.up(whole)
+    assert fusionml.status()["reasons"] == {"input (1, 40, 128) of type mlx.core.int32": 1}
+    fusionml.unpatch()
+    assert mx.array_equal(ours, model.up(whole))
+
+
 def test_what_is_no_array_fails_as_in_stock(model: Pair) -> None:
     for wrong in (None, "text", [1.0] * 128):
         with pytest.raises(Exception) as ours:  # noqa: PT011 - whatever stock raises
