@@ -223,6 +223,7 @@ def test_gradients_of_a_model_in_eval_mode(checkpointed: bool, compiled: bool, p
     ours, model = four_steps(patched=True)
     assert len(set(truth)) == 4
     np.testing.assert_allclose(ours, truth, rtol=1e-5)
+    assert fusionml.status()["reasons"]["under a trace"] > 0
     # Nothing is left behind that keeps the next prompt from splitting.
     before = split_calls()
     answer(model, PROMPT)
