@@ -110,13 +110,17 @@ def compare(
         progress: told (runs done, runs in all).
 
     Returns:
-        `samples` (every run), `summary` (a dict for each length, see `summarise`) and `status`.
+        `samples` (every run), `summary` (a dict for each length, see `summarise`) and the patched arm's
+        `status`.
     """
     arms = {"stock": {"enabled": False}, "patched": {**(settings or {}), "enabled": True}}
+    state: dict[str, dict[str, Any]] = {}
 
     def once(arm: str, length: int, seed: int, tokens: int) -> Run:
         with patched(**arms[arm]):
-            return generate_once(model, arm, prompt_ids(tokenizer, length, seed, source), tokens)
+            run = generate_once(model, arm, prompt_ids(tokenizer, length, seed, source), tokens)
+            state[arm] = status()
+        return run
 
     longest = None if context is None else context - max_tokens
     warm = [once(arm, min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, 4) for arm in ARMS]
@@ -132,7 +136,7 @@ def compare(
             runs.append(run)
         summary.append(summarise(length, done["stock"], done["patched"]))
     progress(total, total)
-    return {"samples": [asdict(run) for run in runs], "summary": summary, "status": status()}
+    return {"samples": [asdict(run) for run in runs], "summary": summary, "status": state["patched"]}
 
 
 def _affordable(warm: Run, pairs: int, longest: int | None) -> list[int]:
