@@ -53,11 +53,10 @@ def prompt_ids(tokenizer: Any, length: int, seed: int, source: str | None) -> li
 
     `source` is repeated or cut to the length; without it the words are random.
     """
-    start = text(seed, 8)
     body = text(seed, length) if source is None else source
-    ids: list[int] = tokenizer.encode(f"{start}. {body}")
+    ids: list[int] = tokenizer.encode(f"{seed} {body}")
     while len(ids) < length:
-        ids += tokenizer.encode(" " + body)
+        ids += tokenizer.encode(" " + body, add_special_tokens=False)
     return ids[:length]
 
 
@@ -131,7 +130,7 @@ def compare(
         done: dict[str, list[Run]] = {arm: [] for arm in ARMS}
         for arm in order(ARMS, pairs):
             progress(len(runs), total)
-            run = once(arm, length, length + len(done[arm]), max_tokens)
+            run = once(arm, length, 1 + len(runs) // len(ARMS), max_tokens)
             done[arm].append(run)
             runs.append(run)
         summary.append(summarise(length, done["stock"], done["patched"]))
