@@ -51,7 +51,7 @@ def text(seed: int, words: int) -> str:
 def prompt_ids(tokenizer: Any, length: int, seed: int, source: str | None) -> list[int]:
     """A prompt of `length` tokens that differs from the first word on from every other seed's.
 
-    `source` is repeated or cut to the length; without it the words are random.
+    The first word is the seed. `source` is repeated or cut to the length; without it the words are random.
     """
     body = text(seed, length) if source is None else source
     ids: list[int] = tokenizer.encode(f"{seed} {body}")
@@ -221,8 +221,8 @@ def _verdict(row: dict[str, Any], tokenizer: Any) -> Iterator[str]:
         yield f"tokens identical ({row['tokens_compared']} of {row['tokens_compared']})"
     else:
         yield (
-            f"tokens differ from number {parted['position']} on, where stock's two best logits are "
-            f"{parted['logit_gap']:.3g} apart:"
+            f"tokens differ from token {parted['position'] + 1} of {row['tokens_compared']} on, where "
+            f"stock's two best logits are {parted['logit_gap']:.3g} apart:"
         )
         yield from (f"  {arm:8}{tokenizer.decode(parted[arm])!r}" for arm in ARMS)
     yield from (f"warning, {arm}: {text}" for arm, texts in row["warnings"].items() for text in texts)
