@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
 from .settings import BOUNDARIES, CPU_DTYPES, GATES, home
@@ -14,6 +14,17 @@ from .settings import BOUNDARIES, CPU_DTYPES, GATES, home
 
 class UsageError(Exception):
     """Wrong use, told in one line; exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line, without the whole usage above it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.allow_abbrev = False
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,12 +37,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fusionml", description="Faster prompts for MLX-LM.", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser("fusionml", description="Faster prompts for MLX-LM.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="name", required=True)
     _add_compare(commands.add_parser("compare", help="stock and patched side by side on one model"))
-    _add_run(commands.add_parser("run", help="run a module or a script patched", allow_abbrev=False))
+    _add_run(commands.add_parser("run", help="run a module or a script patched"))
     return parser
 
 
