@@ -186,17 +186,24 @@ def _progress(label: str) -> Any:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "fusionml run [settings] MODULE_OR_SCRIPT [its arguments ...]"
     _add_settings(parser)
-    parser.add_argument("target", help="module (mlx_lm.generate) or script (file.py)")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="everything behind it, untouched")
+    # One argument, not two: argparse would take away a `--` that follows the first.
+    parser.add_argument(
+        "target",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE_OR_SCRIPT ...",
+        help="module (mlx_lm.generate) or script (file.py), and its arguments, untouched",
+    )
     parser.set_defaults(command=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from . import launch, patching
+    from . import launch
 
-    patching.patch(**_settings(args))
+    settings = _settings(args)
+    if not args.target:
+        raise UsageError("nothing to run; name a module (mlx_lm.generate) or a script (file.py)")
     try:
-        launch.run(args.target, args.rest)
+        launch.run(args.target[0], args.target[1:], settings)
     except launch.NotFound as error:
         raise UsageError(str(error)) from None
     return 0
