@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 from . import __version__
 from .settings import BOUNDARIES, CPU_DTYPES, GATES, home
 
+SHORTEST_PROMPT = 2
+"""Tokens: one for a chunk of prefill and the last, which MLX-LM runs alone."""
+
 
 class UsageError(Exception):
     """Wrong use, told in one line; exit status 2."""
@@ -90,11 +93,7 @@ def _compare(args: argparse.Namespace) -> int:
     with patched(**settings, enabled=True):
         model, tokenizer, config, name = _load(args.model)
     context = _context(config)
-    for length in args.prompt_tokens or []:
-        if context is not None and length + args.max_tokens > context:
-            raise UsageError(
-                f"--prompt-tokens {length} and --max-tokens {args.max_tokens} exceed the context of {context}"
-            )
+    _check_context(args, context)
     print(f"{name}: stock against patched, {args.runs} runs each, A-B-B-A, greedy", file=sys.stderr)
     result = compare(
         model,
@@ -119,10 +118,29 @@ def _check_compare(args: argparse.Namespace) -> None:
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
     for length in args.prompt_tokens or []:
-        if length < 2:
-            raise UsageError(f"--prompt-tokens {length} is less than 2")
+        if length < SHORTEST_PROMPT:
+            raise UsageError(f"--prompt-tokens {length} is less than {SHORTEST_PROMPT}")
     if args.json and not Path(args.json).resolve().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no such folder")
+    if args.json and Path(args.json).is_dir():
+        raise UsageError(f"--json {args.json} is a folder, not a file")
+
+
+def _check_context(args: argparse.Namespace, context: int | None) -> None:
+    """Refuse what the model's context does not hold; without prompt lengths the shortest prompt must fit."""
+    for length in args.prompt_tokens or [SHORTEST_PROMPT]:
+        if context is not None and length + args.max_tokens > context:
+            prompt = f"--prompt-tokens {length} and " if args.prompt_tokens else ""
+            raise UsageError(f"{prompt}--max-tokens {args.max_tokens} exceed the context of {context}")
+
+
+def _write(path: str, content: str) -> int:
+    try:
+        Path(path).write_text(content)
+    except OSError as error:
+        print(f"fusionml compare: --json {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _read(path: str) -> str:
@@ -163,8 +181,9 @@ def _load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
 
 def _context(config: dict[str, Any]) -> int | None:
     for part in (config, config.get("text_config") or {}):
-        if isinstance(part.get("max_position_embeddings"), int):
-            return int(part["max_position_embeddings"])
+        for key in ("max_position_embeddings", "n_positions"):
+            if isinstance(part.get(key), int):
+                return int(part[key])
     return None
 
 
