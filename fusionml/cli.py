@@ -109,7 +109,7 @@ def _compare(args: argparse.Namespace) -> int:
     print(render(result, tokenizer))
     if args.json:
         result = {"model": name, "arguments": settings, "environment": machine.stamp(), **result}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        return _write(args.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -160,9 +160,7 @@ def _load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
     from mlx.utils import tree_flatten
     from mlx_lm import load
 
-    from .demo import demo_checkpoint
-
-    path = str(demo_checkpoint(home())) if model is None else model
+    path = _demo() if model is None else model
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
         raise UsageError(f"--model {path}: there is no such folder")
@@ -176,7 +174,17 @@ def _load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
     if needed > free:
         raise UsageError(f"--model {path} needs {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free")
     mx.eval(loaded.parameters())
-    return loaded, tokenizer, config, "demo" if model is None else Path(path).name
+    return loaded, tokenizer, config, "demo" if model is None else Path(path).resolve().name
+
+
+def _demo() -> str:
+    from .demo import demo_checkpoint
+
+    try:
+        return str(demo_checkpoint(home()))
+    except OSError as error:
+        where = f"FUSIONML_HOME {home()} cannot be written: {error.strerror}"
+        raise UsageError(f"{where}; set it to another folder, or give --model") from None
 
 
 def _context(config: dict[str, Any]) -> int | None:
