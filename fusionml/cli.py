@@ -6,14 +6,28 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from . import __version__
 from .settings import BOUNDARIES, CPU_DTYPES, GATES, home
 
+SHORTEST_PROMPT = 2
+"""Tokens: one for a chunk of prefill and the last, which MLX-LM runs alone."""
+
 
 class UsageError(Exception):
     """Wrong use, told in one line; exit status 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line, without the whole usage above it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.allow_abbrev = False
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,12 +40,12 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("fusionml", description="Faster prompts for MLX-LM.", allow_abbrev=False)
+def _parser() -> Parser:
+    parser = Parser("fusionml", description="Faster prompts for MLX-LM.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="name", required=True)
     _add_compare(commands.add_parser("compare", help="stock and patched side by side on one model"))
-    _add_run(commands.add_parser("run", help="run a module or a script patched", allow_abbrev=False))
+    _add_run(commands.add_parser("run", help="run a module or a script patched"))
     return parser
 
 
@@ -79,11 +93,7 @@ def _compare(args: argparse.Namespace) -> int:
     with patched(**settings, enabled=True):
         model, tokenizer, config, name = _load(args.model)
     context = _context(config)
-    for length in args.prompt_tokens or []:
-        if context is not None and length + args.max_tokens > context:
-            raise UsageError(
-                f"--prompt-tokens {length} and --max-tokens {args.max_tokens} exceed the context of {context}"
-            )
+    _check_context(args, context)
     print(f"{name}: stock against patched, {args.runs} runs each, A-B-B-A, greedy", file=sys.stderr)
     result = compare(
         model,
@@ -99,7 +109,7 @@ def _compare(args: argparse.Namespace) -> int:
     print(render(result, tokenizer))
     if args.json:
         result = {"model": name, "arguments": settings, "environment": machine.stamp(), **result}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+        return _write(args.json, json.dumps(result, indent=1) + "\n")
     return 0
 
 
@@ -108,10 +118,29 @@ def _check_compare(args: argparse.Namespace) -> None:
         if getattr(args, name) < least:
             raise UsageError(f"--{name.replace('_', '-')} {getattr(args, name)} is less than {least}")
     for length in args.prompt_tokens or []:
-        if length < 2:
-            raise UsageError(f"--prompt-tokens {length} is less than 2")
+        if length < SHORTEST_PROMPT:
+            raise UsageError(f"--prompt-tokens {length} is less than {SHORTEST_PROMPT}")
     if args.json and not Path(args.json).resolve().parent.is_dir():
         raise UsageError(f"--json {args.json}: there is no such folder")
+    if args.json and Path(args.json).is_dir():
+        raise UsageError(f"--json {args.json} is a folder, not a file")
+
+
+def _check_context(args: argparse.Namespace, context: int | None) -> None:
+    """Refuse what the model's context does not hold; without prompt lengths the shortest prompt must fit."""
+    for length in args.prompt_tokens or [SHORTEST_PROMPT]:
+        if context is not None and length + args.max_tokens > context:
+            prompt = f"--prompt-tokens {length} and " if args.prompt_tokens else ""
+            raise UsageError(f"{prompt}--max-tokens {args.max_tokens} exceed the context of {context}")
+
+
+def _write(path: str, content: str) -> int:
+    try:
+        Path(path).write_text(content)
+    except OSError as error:
+        print(f"fusionml compare: --json {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _read(path: str) -> str:
@@ -131,9 +160,7 @@ def _load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
     from mlx.utils import tree_flatten
     from mlx_lm import load
 
-    from .demo import demo_checkpoint
-
-    path = str(demo_checkpoint(home())) if model is None else model
+    path = _demo() if model is None else model
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not Path(path).expanduser().is_dir():
         raise UsageError(f"--model {path}: there is no such folder")
@@ -147,13 +174,24 @@ def _load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
     if needed > free:
         raise UsageError(f"--model {path} needs {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free")
     mx.eval(loaded.parameters())
-    return loaded, tokenizer, config, "demo" if model is None else Path(path).name
+    return loaded, tokenizer, config, "demo" if model is None else Path(path).resolve().name
+
+
+def _demo() -> str:
+    from .demo import demo_checkpoint
+
+    try:
+        return str(demo_checkpoint(home()))
+    except OSError as error:
+        where = f"FUSIONML_HOME {home()} cannot be written: {error.strerror}"
+        raise UsageError(f"{where}; set it to another folder, or give --model") from None
 
 
 def _context(config: dict[str, Any]) -> int | None:
     for part in (config, config.get("text_config") or {}):
-        if isinstance(part.get("max_position_embeddings"), int):
-            return int(part["max_position_embeddings"])
+        for key in ("max_position_embeddings", "n_positions"):
+            if isinstance(part.get(key), int):
+                return int(part[key])
     return None
 
 
@@ -175,17 +213,24 @@ def _progress(label: str) -> Any:
 def _add_run(parser: argparse.ArgumentParser) -> None:
     parser.usage = "fusionml run [settings] MODULE_OR_SCRIPT [its arguments ...]"
     _add_settings(parser)
-    parser.add_argument("target", help="module (mlx_lm.generate) or script (file.py)")
-    parser.add_argument("rest", nargs=argparse.REMAINDER, help="everything behind it, untouched")
+    # One argument, not two: argparse would take away a `--` that follows the first.
+    parser.add_argument(
+        "target",
+        nargs=argparse.REMAINDER,
+        metavar="MODULE_OR_SCRIPT ...",
+        help="module (mlx_lm.generate) or script (file.py), and its arguments, untouched",
+    )
     parser.set_defaults(command=_run)
 
 
 def _run(args: argparse.Namespace) -> int:
-    from . import launch, patching
+    from . import launch
 
-    patching.patch(**_settings(args))
+    settings = _settings(args)
+    if not args.target:
+        raise UsageError("nothing to run; name a module (mlx_lm.generate) or a script (file.py)")
     try:
-        launch.run(args.target, args.rest)
+        launch.run(args.target[0], args.target[1:], settings)
     except launch.NotFound as error:
         raise UsageError(str(error)) from None
     return 0

@@ -51,13 +51,12 @@ def text(seed: int, words: int) -> str:
 def prompt_ids(tokenizer: Any, length: int, seed: int, source: str | None) -> list[int]:
     """A prompt of `length` tokens that differs from the first word on from every other seed's.
 
-    `source` is repeated or cut to the length; without it the words are random.
+    The first word is the seed. `source` is repeated or cut to the length; without it the words are random.
     """
-    start = text(seed, 8)
     body = text(seed, length) if source is None else source
-    ids: list[int] = tokenizer.encode(f"{start}. {body}")
+    ids: list[int] = tokenizer.encode(f"{seed} {body}")
     while len(ids) < length:
-        ids += tokenizer.encode(" " + body)
+        ids += tokenizer.encode(" " + body, add_special_tokens=False)
     return ids[:length]
 
 
@@ -110,13 +109,17 @@ def compare(
         progress: told (runs done, runs in all).
 
     Returns:
-        `samples` (every run), `summary` (a dict for each length, see `summarise`) and `status`.
+        `samples` (every run), `summary` (a dict for each length, see `summarise`) and the patched arm's
+        `status`.
     """
     arms = {"stock": {"enabled": False}, "patched": {**(settings or {}), "enabled": True}}
+    state: dict[str, dict[str, Any]] = {}
 
     def once(arm: str, length: int, seed: int, tokens: int) -> Run:
         with patched(**arms[arm]):
-            return generate_once(model, arm, prompt_ids(tokenizer, length, seed, source), tokens)
+            run = generate_once(model, arm, prompt_ids(tokenizer, length, seed, source), tokens)
+            state[arm] = status()
+        return run
 
     longest = None if context is None else context - max_tokens
     warm = [once(arm, min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, 4) for arm in ARMS]
@@ -127,12 +130,12 @@ def compare(
         done: dict[str, list[Run]] = {arm: [] for arm in ARMS}
         for arm in order(ARMS, pairs):
             progress(len(runs), total)
-            run = once(arm, length, length + len(done[arm]), max_tokens)
+            run = once(arm, length, 1 + len(runs) // len(ARMS), max_tokens)
             done[arm].append(run)
             runs.append(run)
         summary.append(summarise(length, done["stock"], done["patched"]))
     progress(total, total)
-    return {"samples": [asdict(run) for run in runs], "summary": summary, "status": status()}
+    return {"samples": [asdict(run) for run in runs], "summary": summary, "status": state["patched"]}
 
 
 def _affordable(warm: Run, pairs: int, longest: int | None) -> list[int]:
@@ -218,8 +221,8 @@ def _verdict(row: dict[str, Any], tokenizer: Any) -> Iterator[str]:
         yield f"tokens identical ({row['tokens_compared']} of {row['tokens_compared']})"
     else:
         yield (
-            f"tokens differ from number {parted['position']} on, where stock's two best logits are "
-            f"{parted['logit_gap']:.3g} apart:"
+            f"tokens differ from token {parted['position'] + 1} of {row['tokens_compared']} on, where "
+            f"stock's two best logits are {parted['logit_gap']:.3g} apart:"
         )
         yield from (f"  {arm:8}{tokenizer.decode(parted[arm])!r}" for arm in ARMS)
     yield from (f"warning, {arm}: {text}" for arm, texts in row["warnings"].items() for text in texts)
