@@ -272,6 +272,7 @@ def test_an_outlier_does_not_lose_a_duel() -> None:
                 gate.record(arm, times[arm] * ROWS * (3 if duel and seen == outlier else 1), ROWS)
             seen += duel
         assert gate.arm == "stock"
+        assert sum("duel of" in event for event in gate.events) == 1
 
 
 def test_estimates_are_per_row() -> None:
