@@ -14,6 +14,8 @@ from .settings import BOUNDARIES, CPU_DTYPES, GATES, check_ratio
 
 DEFAULT_ROWS = (512, 1024, 2048)
 """Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
+DEMO_BUDGET = 16.0
+"""Seconds to calibrate the small model in."""
 SHORTEST_PROMPT = 2
 """Tokens: one for a chunk of prefill and the last, which MLX-LM runs alone."""
 
@@ -96,7 +98,9 @@ def _compare(args: argparse.Namespace) -> int:
         model, tokenizer, config, name = loading.load(args.model)
     context = loading.context(config)
     _check_context(args, context)
-    if args.calibrate:
+    # The small model has too few layers to learn from a prompt or two, as a real one does.
+    if args.calibrate or args.model is None:
+        args.force, args.budget = not args.calibrate, DEMO_BUDGET if args.model is None else 60.0
         _measure(model, name, args, rows=args.prompt_tokens or DEFAULT_ROWS)
     print(f"{name}: stock against patched, {args.runs} runs each, A-B-B-A, greedy", file=sys.stderr)
     result = compare(

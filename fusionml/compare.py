@@ -13,13 +13,17 @@ import numpy as np
 
 from . import machine
 from .measure import Ratio, order, paired_ratio, unstable
-from .patching import patched, status
+from .patching import patched, session, status
 
 ARMS = ("stock", "patched")
-DEFAULT_LENGTHS = (512, 2048)
-WARM_UP_TOKENS = 320
-PATIENCE = 120.0
-"""Seconds that all runs of one default prompt length may take; longer prompts are left out."""
+SHORT, LONG = 512, (2048, 1024)
+"""Default prompt lengths: the short one, and the first of the long ones that the machine does in time."""
+WARM_UP_TOKENS = 200
+LEARNING_PROMPTS = 3
+"""Prompts of each length that the patched arm may learn from before anything is measured."""
+LEARNING_SEED = 10**6
+PATIENCE = 30.0
+"""Seconds that all runs of one default prompt length may take."""
 
 _WORDS = (
     "time river stone light number garden winter letter engine paper answer window music silver machine",
@@ -101,7 +105,7 @@ def compare(
         model: loaded by `mlx_lm.load` while patched, or handed to `patch(model)`.
         tokenizer: MLX-LM's.
         context: the longest prompt and answer together that the model takes.
-        lengths: prompt lengths in tokens; None is 512 and 2048, less on a slow machine.
+        lengths: prompt lengths in tokens; None is 512 and 2048, or less on a slow machine.
         max_tokens: tokens of each answer.
         pairs: runs of each arm at each length.
         source: text for the prompts instead of random words.
@@ -122,11 +126,15 @@ def compare(
         return run
 
     longest = None if context is None else context - max_tokens
-    warm = [once(arm, min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, 4) for arm in ARMS]
-    lengths = lengths or _affordable(warm[0], pairs, longest)
+    warm = once("stock", min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, 4)
+    lengths = lengths or _affordable(warm, pairs, longest)
     runs: list[Run] = []
     summary, total = [], len(lengths) * pairs * len(ARMS)
     for length in lengths:
+        for seed in range(LEARNING_PROMPTS):
+            once("patched", length, LEARNING_SEED + seed, 2)
+            if not session().learning():
+                break
         done: dict[str, list[Run]] = {arm: [] for arm in ARMS}
         for arm in order(ARMS, pairs):
             progress(len(runs), total)
@@ -139,10 +147,11 @@ def compare(
 
 
 def _affordable(warm: Run, pairs: int, longest: int | None) -> list[int]:
-    """The default prompt lengths that this machine does within our patience, at least the first."""
+    """The default prompt lengths within the model's context and this machine's speed, at least one."""
     per_token = warm.ttft / warm.prompt_tokens
-    fits = [n for n in DEFAULT_LENGTHS if longest is None or n <= longest] or [longest or DEFAULT_LENGTHS[0]]
-    return [n for n in fits if n == fits[0] or 2 * pairs * n * per_token <= PATIENCE]
+    short = SHORT if longest is None else min(SHORT, longest)
+    fits = [n for n in LONG if (longest is None or n <= longest) and 2 * pairs * n * per_token <= PATIENCE]
+    return [short, *fits[:1]]
 
 
 def summarise(length: int, stock: list[Run], treated: list[Run]) -> dict[str, Any]:

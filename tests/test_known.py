@@ -368,6 +368,18 @@ def test_narrow_layers_and_other_types_are_stock(patch) -> None:
     assert fusionml.status()["skipped"] == {known.NARROW: 2, "weight of type mlx.core.complex64": 1}
 
 
+def test_a_bias_or_a_weight_of_an_unusual_shape_is_stock(patch) -> None:
+    model = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128, bias=False))
+    model.layers[0].bias = mx.ones((1, 256))
+    model.layers[1].weight = mx.ones((128, 256, 1))
+    model.eval()
+    expected = model.layers[0](x())
+    mx.eval(expected)
+    patch(model, **SPLIT)
+    assert mx.array_equal(model.layers[0](x()), expected)
+    assert fusionml.status()["skipped"] == {"weight or bias of an unusual shape": 2}
+
+
 def test_a_model_in_training_is_stock(patch) -> None:
     model = pair()
     patch(model, **SPLIT)

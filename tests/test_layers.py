@@ -108,15 +108,22 @@ def test_the_ratio_decides_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "cores", "expected"), [("cpu", 2, 0.5), ("cpu", 1, 0.0), ("metal", 8, 0.3), ("cuda", 8, 0.0)]
+    ("backend", "cores", "cpu_dtype", "expected"),
+    [
+        ("cpu", 2, "native", 0.5),
+        ("cpu", 1, "native", 0.0),
+        ("metal", 8, "native", 0.3),
+        ("metal", 8, "float32", 0.15),
+        ("cuda", 8, "native", 0.0),
+    ],
 )
 def test_the_default_ratio_is_the_machines(
-    monkeypatch: pytest.MonkeyPatch, backend: str, cores: int, expected: float
+    monkeypatch: pytest.MonkeyPatch, backend: str, cores: int, cpu_dtype: str, expected: float
 ) -> None:
     _, made = both(ratio=None)
     monkeypatch.setattr(layers.machine, "backend", lambda: backend)
     monkeypatch.setattr(layers.machine, "cores", lambda: cores)
-    assert made._cpu_rows(mx.zeros((1, 1000 * 32, 128)), False, "native") == round(expected * 1000) * 32
+    assert made._cpu_rows(mx.zeros((1, 1000 * 32, 128)), True, cpu_dtype) == round(expected * 1000) * 32
 
 
 def test_one_row_and_a_ratio_of_zero_evaluate_nothing() -> None:
