@@ -91,15 +91,16 @@ def shapes(model: nn.Module, dtype: mx.Dtype | None = None) -> list[Shape]:
     known = KnownModels()
     known.add(model, from_loader=True)
     layers = known.layers()
-    sharing = _sharing(model)
+    splitting = [
+        (layer, module) for layer in layers if layer.reason is None and (module := layer.ref()) is not None
+    ]
+    sharing = _sharing(model, {id(module) for _, module in splitting})
     found: dict[tuple[Any, ...], Shape] = {}
-    for layer in layers:
-        module = layer.ref()
-        if layer.reason is None and module is not None:
-            key = (layer.kind, dtype or module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
-            shape = found.setdefault(key, Shape(*key))
-            shape.layers.append(module)
-            shape.boundaries += 1 / sharing.get(id(module), 1)
+    for layer, module in splitting:
+        key = (layer.kind, dtype or module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
+        shape = found.setdefault(key, Shape(*key))
+        shape.layers.append(module)
+        shape.boundaries += 1 / sharing.get(id(module), 1)
     if not found:
         raise NothingToCalibrateError(_why_nothing(layers))
     return sorted(found.values(), key=lambda shape: shape.work, reverse=True)
@@ -115,8 +116,8 @@ def _why_nothing(layers: Iterable[Layer]) -> str:
     )
 
 
-def _sharing(model: nn.Module) -> dict[int, int]:
-    """How many layers are called with the very input of each layer: they share one boundary.
+def _sharing(model: nn.Module, splitting: set[int]) -> dict[int, int]:
+    """How many of the layers in `splitting` get the very input of each of them: they share one boundary.
 
     Seen by building the graph of a two-token prompt, which computes nothing. Empty where the model cannot
     be called so, and then every layer is charged with a boundary of its own.
@@ -125,7 +126,8 @@ def _sharing(model: nn.Module) -> dict[int, int]:
     stock = nn.Linear.__call__
 
     def seen(self: nn.Module, x: mx.array) -> mx.array:
-        inputs.setdefault(id(x), (x, []))[1].append(id(self))
+        if id(self) in splitting:
+            inputs.setdefault(id(x), (x, []))[1].append(id(self))
         return stock(self, x)
 
     nn.Linear.__call__ = seen
