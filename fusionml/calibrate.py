@@ -6,6 +6,7 @@ inputs, with the model's own weights, against the layer as MLX computes it.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -407,8 +408,9 @@ def why_not() -> list[str]:
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as plain data."""
-    return {**asdict(outcome), "site": outcome.site.key()}
+    """An outcome as plain data; an error that is no number is None, which JSON can hold."""
+    error = outcome.error if outcome.error is not None and math.isfinite(outcome.error) else None
+    return {**asdict(outcome), "site": outcome.site.key(), "error": error}
 
 
 def render(outcomes: Sequence[Outcome]) -> str:
