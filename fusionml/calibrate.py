@@ -341,13 +341,16 @@ def calibrate(
     Raises:
         ValueError: rows below 16, or a budget that is not positive.
         NothingToCalibrateError: no layer may split.
+        OSError: the table cannot be written, which is found before anything is measured.
     """
     check_options(rows, budget)
     started = time.perf_counter()
-    boundary = boundary_seconds()
     jobs = sorted(
         ((shape, n) for shape in shapes(model, made_up) for n in set(rows)), key=_work, reverse=True
     )
+    if table is not None:
+        table.save()
+    boundary = boundary_seconds()
     outcomes: list[Outcome] = []
     left = sum(_work(job) for job in jobs)
     for job in jobs:
