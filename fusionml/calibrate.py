@@ -55,7 +55,8 @@ class Shape:
         return self.inputs * self.outputs * len(self.layers)
 
     def site(self, rows: int) -> Site:
-        return Site(self.kind, dtype_name(self.dtype), self.inputs, self.outputs, self.bias, bucket(rows))
+        """The site that calls of `rows` rows look up: see `session.site_of`."""
+        return Site(self.kind, dtype_name(self.dtype), self.inputs, self.outputs, self.bias, bucket(rows + 1))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 DEFAULT_ROWS = (512, 1024, 2048)
 """Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
+CHUNK = 2048
+"""Rows of MLX-LM's usual chunk."""
 DEMO_BUDGET = 16.0
 """Seconds to calibrate the small model in."""
 SHORTEST_PROMPT = 2
@@ -116,10 +118,11 @@ def _compare(args: argparse.Namespace) -> int:
         model, tokenizer, config, name = loading.load(args.model)
     context = loading.context(config)
     _check_context(args, context)
+    rows = DEFAULT_ROWS if args.prompt_tokens is None else _rows_of(args.prompt_tokens)
     # The small model has too few layers to learn from a prompt or two, as a real one does.
-    if args.calibrate or args.model is None:
+    if rows and (args.calibrate or args.model is None):
         args.force, args.budget = not args.calibrate, DEMO_BUDGET if args.model is None else 60.0
-        _measure(model, name, args, _table(_resolved(settings)), rows=args.prompt_tokens or DEFAULT_ROWS)
+        _measure(model, name, args, _table(_resolved(settings)), rows=rows)
     print(f"{name}: stock against patched, {args.runs} runs each, A-B-B-A, greedy", file=sys.stderr)
     result = compare(
         model,
@@ -137,6 +140,17 @@ def _compare(args: argparse.Namespace) -> int:
         result = {"model": name, "arguments": settings, "environment": machine.stamp(), **result}
         return _write(args.json, json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _rows_of(lengths: list[int]) -> tuple[int, ...]:
+    """Rows of the calls worth measuring that prompts of so many tokens make.
+
+    MLX-LM runs the last token alone, and a long prompt in chunks.
+    """
+    from .calibrate import LEAST_ROWS
+
+    rows = {min(length - 1, CHUNK) for length in lengths}
+    return tuple(sorted(n for n in rows if n >= LEAST_ROWS))
 
 
 def _check_compare(args: argparse.Namespace) -> None:

@@ -557,17 +557,20 @@ def test_a_fresh_session_uses_the_table_and_says_that_it_was_measured(
         monkeypatch.setattr(split, "run_linear", run)
 
 
+@pytest.mark.parametrize("rows", [511, 512])
 def test_a_prompt_of_as_many_tokens_as_were_measured_uses_what_was_measured(
-    monkeypatch: pytest.MonkeyPatch, table: RatioTable, patch: Any
+    monkeypatch: pytest.MonkeyPatch, table: RatioTable, patch: Any, rows: int
 ) -> None:
-    """MLX-LM keeps the last token back: 512 tokens are 511 rows."""
+    """MLX-LM keeps the last token back: 512 tokens are 511 rows, and both belong to one site."""
     model = tiny("llama")
     with monkeypatch.context() as context:
         simulated(context, EQUAL_STREAMS)
-        calibrate.calibrate(model, rows=[512], budget=1e6, table=table)
+        calibrate.calibrate(model, rows=[rows], budget=1e6, table=table)
     patch(model, table=table.path)
     model(tokens(511))
-    assert all("measured" in state["why"] for state in fusionml.status()["sites"].values())
+    sites = fusionml.status()["sites"]
+    assert set(sites) == {site.key() for site in table.entries()}
+    assert all("measured" in state["why"] for state in sites.values())
 
 
 # --- a config without weights
