@@ -14,6 +14,7 @@ from typing import Any
 
 from .gate import Gate
 from .plans import SPLIT, STOCK, Plan
+from .ratios import STOCK as STOCK_PROBE
 from .ratios import Choice, Probe, RatioSearch
 from .split import row_multiple
 
@@ -53,7 +54,7 @@ class Learning:
         self.spent = 0.0
         self.prompts = 0
         self._calls = 0
-        self._stock: float | None = None
+        self._solo_row = 0.0
         self._first: int | None = None
 
     def next(self, layer: int) -> Probe | None:
@@ -61,19 +62,19 @@ class Learning:
         self._calls += 1
         self._first = layer if self._first is None else self._first
         self.prompts += layer == self._first
-        probe = self.search.next()
-        if probe is None or self._cost(probe) + self.spent > LEARNING_SHARE * self._stock_time():
-            return None
-        return probe
+        probe, stock = self.search.next(), self._stock()
+        # Before anything was timed a first look is free: it is stock's own call.
+        if probe is None or stock is None:
+            return probe
+        cost = self._cost(probe, self._expected(probe))
+        return probe if self.spent + cost <= LEARNING_SHARE * self._calls * stock else None
 
     def tell(self, probe: Probe, seconds: float, rows: int) -> None:
         scaled = seconds if probe.kind == "solo" else seconds * self.rows / rows
         self.search.tell(probe, scaled)
-        if probe.kind == "stock":
-            self._stock = scaled
-            self.spent += self.boundary
-        else:
-            self.spent += scaled if probe.kind == "solo" else max(0.0, scaled - (self._stock or scaled))
+        self.spent += self._cost(probe, scaled)
+        if probe.kind == "solo":
+            self._solo_row = scaled / probe.cpu_rows
 
     @property
     def finished(self) -> bool:
@@ -84,20 +85,26 @@ class Learning:
         """At most so many prompts until the answer stands."""
         if self.finished:
             return 0
-        each = max(1, self._calls // max(1, self.prompts))
+        if not self.prompts:
+            return LEARNING_PROMPTS
+        each = max(1, self._calls // self.prompts)
         return max(1, LEARNING_PROMPTS - self.prompts, -(-self.search.samples_left // each))
 
-    def _cost(self, probe: Probe) -> float:
-        if probe.kind == "stock" or self._stock is None:
-            return self.boundary
-        expected = self.search.expected_seconds(probe)
-        if probe.kind == "solo":
-            return expected or 0.0  # the first one is what tells
-        return max(0.0, (expected or 0.0) - self._stock)
+    def _cost(self, probe: Probe, seconds: float) -> float:
+        """What timing `probe` costs over stock: the stopwatch's round trip, and what `seconds` exceed."""
+        if probe.kind == "split":
+            seconds = max(0.0, seconds + self.boundary - (self._stock() or seconds))
+        return self.boundary + (0.0 if probe.kind == "stock" else seconds)
 
-    def _stock_time(self) -> float:
-        # Before anything was timed a first look is free: it is stock's own call.
-        return float("inf") if self._stock is None else self._calls * self._stock
+    def _expected(self, probe: Probe) -> float:
+        """Seconds of a probe; of the first of the CPU alone nothing is known, it is what tells."""
+        known = self.search.expected_seconds(probe)
+        # Of more rows at most so much: the fewer there are, the more each of them costs.
+        return self._solo_row * probe.cpu_rows if known is None else known
+
+    def _stock(self) -> float | None:
+        """Stock's time for `rows` rows: a median, so that one outlier opens no purse."""
+        return self.search.expected_seconds(STOCK_PROBE)
 
 
 class SiteControl:
