@@ -160,17 +160,26 @@ class Session:
         """
         now = pressure.read()
         short = now.level in ("warning", "critical") or (now.swap_in_rate or 0) > SWAPPING
+        if self._short_for(short) > PATIENCE:
+            # Not under our lock: a site that decides holds its own and may be waiting for ours.
+            for control in self._all_controls():
+                control.stand_down(f"memory pressure for more than {PATIENCE:.0f} s")
+        strained = now.low_power or now.on_battery or now.thermal not in (None, "nominal")
+        return (False if strained else pressure.fits(now, working_set)), short
+
+    def _short_for(self, short: bool) -> float:
+        """Seconds since memory became short, if it is."""
         with self._lock:
             if not short:
                 self._short_since = None
-            elif self._short_since is None:
-                self._short_since = time.monotonic()
-            elif time.monotonic() - self._short_since > PATIENCE:
-                why = f"memory pressure for more than {PATIENCE:.0f} s"
-                for control in self._controls.values():
-                    control.stand_down(why)
-        strained = now.low_power or now.on_battery or now.thermal not in (None, "nominal")
-        return (False if strained else pressure.fits(now, working_set)), short
+                return 0.0
+            now = time.monotonic()
+            self._short_since = now if self._short_since is None else self._short_since
+            return now - self._short_since
+
+    def _all_controls(self) -> list[SiteControl]:
+        with self._lock:
+            return list(self._controls.values())
 
     def crowded(self) -> bool:
         """Whether another thread made a large call since this one's last: times would not be its own."""
@@ -243,13 +252,11 @@ class Session:
 
     def learning(self) -> bool:
         """Whether any site is still finding out what is best for it."""
-        with self._lock:
-            return any(control.learning for control in self._controls.values())
+        return any(control.learning for control in self._all_controls())
 
     def probe_seconds(self) -> float:
         """What finding out has cost so far, in seconds over doing without."""
-        with self._lock:
-            return sum(control.probe_seconds for control in self._controls.values())
+        return sum(control.probe_seconds for control in self._all_controls())
 
     def skipped(self) -> dict[str, int]:
         """Layers of known models that never split, by reason."""
