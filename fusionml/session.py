@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from . import machine, pressure, split
 from .known import MIN_WIDTH, KnownModels, Layer
-from .plans import SPLIT, Pair, Plan, decide
+from .plans import SPLIT, Pair, Plan, counts, decide
 from .ratios import Choice, Site, bucket
 from .settings import Settings, home
 from .sites import Learning, SiteControl
@@ -107,13 +107,16 @@ class Session:
         return control
 
     def _new_control(self, site: Site, dtype: mx.Dtype, backend: str) -> SiteControl:
+        cpu_dtype = split.resolve_cpu_dtype(self.settings.cpu_dtype, dtype)
         entry = self.table(backend).lookup(site) if self.settings.ratio is None else None
+        if entry is not None and not counts(self.settings, entry, cpu_dtype):
+            entry = None
         plan = decide(
             self.settings,
             Pair(backend, machine.cores()),
             entry,
             half=dtype in split.HALF_TYPES,
-            cpu_dtype=split.resolve_cpu_dtype(self.settings.cpu_dtype, dtype),
+            cpu_dtype=cpu_dtype,
         )
         policy = self.settings.gate
         if policy != "off" and plan.arm == SPLIT and entry is None and self.settings.ratio is None:
