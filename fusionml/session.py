@@ -102,8 +102,8 @@ class Session:
                 control = self._controls.get(key)
                 if control is None:
                     control = self._controls[key] = self._new_control(key[0], dtype, backend)
-            plan = control.plan
-            log.info("%s: %s, CPU share %.2f: %s", key[0].key(), plan.arm, plan.ratio, plan.why)
+            now = control.state()
+            log.info("%s: %s, CPU share %.2f: %s", key[0].key(), now["arm"], now["ratio"], now["why"])
         return control
 
     def _new_control(self, site: Site, dtype: mx.Dtype, backend: str) -> SiteControl:
