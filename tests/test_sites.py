@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def best(pair: Pair, rows: int = ROWS) -> float:
 @pytest.mark.parametrize("chip", [*PAPER_CHIPS, EQUAL_STREAMS, M5_LIKE], ids=lambda pair: pair.name)
 def test_learning_ends_on_the_right_arm_and_pays_for_itself(chip: Pair) -> None:
     world = learning_world(chip)
-    for prompt in range(200):
+    for _ in range(200):
         world.prompts(1)
         if not world.control.learning:
             break
@@ -192,7 +193,7 @@ def test_an_outlier_of_stock_does_not_open_the_purse() -> None:
 
 def test_it_says_how_many_prompts_are_left() -> None:
     world = learning_world(M1)
-    said = []
+    said: list[int] = []
     while world.control.learning and len(said) < 100:
         world.prompts(1)
         why = world.control.state()["why"]
@@ -283,7 +284,7 @@ def test_a_site_says_since_when_it_does_what_it_does(monkeypatch: pytest.MonkeyP
         arms.append((world.arm, world.control.state()["since"]))
     assert arms[0] == (STOCK, start)
     assert arms[-1][0] == SPLIT
-    for (arm, since), (next_arm, next_since) in zip(arms, arms[1:], strict=False):
+    for (arm, since), (next_arm, next_since) in pairwise(arms):
         assert (arm == next_arm) == (since == next_since), (arm, since, next_arm, next_since)
 
 
