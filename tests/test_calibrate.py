@@ -465,6 +465,7 @@ def test_the_budget_goes_where_the_arithmetic_is(monkeypatch: pytest.MonkeyPatch
     assert {outcome.site.key() for outcome in outcomes} == set(works), "each site is reported"
     first, last = outcomes[0].site.key(), outcomes[-1].site.key()
     assert part.spent[first] > part.spent[last]
+    assert part.spent[first] <= needed / 4 * works[first] / sum(works.values()) + longest
 
 
 @pytest.mark.parametrize("budget", [0.05, 0.2, 1.0, 5.0, 1e6])

@@ -280,9 +280,10 @@ def test_a_site_says_since_when_it_does_what_it_does(monkeypatch: pytest.MonkeyP
     start = world.control.state()["since"]
     arms = [(world.arm, world.control.state()["since"])]
     for call in range(2000):
-        world.call(call % LAYERS)
+        world.call(call % 2, unclean="another thread" if call % 5 == 4 else None)
         arms.append((world.arm, world.control.state()["since"]))
     assert arms[0] == (STOCK, start)
+    assert len(set(arms)) > 1
     assert arms[-1][0] == SPLIT
     for (arm, since), (next_arm, next_since) in pairwise(arms):
         assert (arm == next_arm) == (since == next_since), (arm, since, next_arm, next_since)
@@ -446,15 +447,16 @@ def test_a_call_is_stock_for_a_reason_that_is_true() -> None:
     assert world.control.stock_reason() == "the gate found stock to be as fast"
 
 
-def test_probe_seconds_are_what_finding_out_cost() -> None:
-    world = learning_world(M1)
+@pytest.mark.parametrize("chip", [M1, M5_LIKE, THOUSAND], ids=lambda pair: pair.name)
+def test_probe_seconds_are_what_finding_out_cost(chip: Pair) -> None:
+    """A stopwatch's round trip each time, a solo part whole, and of a split what it took beyond stock."""
+    world, cost = learning_world(chip), 0.0
     while world.control.learning:
-        world.call(len(world.jobs) % LAYERS)
-        untimed = sum(M1.cost(job.ratio, ROWS) for job in world.jobs if not job.timed)
-        timed = sum(1 for job in world.jobs if job.timed)
-        spent = world.total - untimed - timed * M1.stock(ROWS)
-        # A split that is faster than stock earns; what is counted is what was lost.
-        assert world.control.probe_seconds >= spent - 1e-9
+        job = world.call(len(world.jobs) % LAYERS)
+        if job.timed:
+            beyond = max(0.0, chip.cost(job.ratio, ROWS) - chip.stock(ROWS)) if job.arm == SPLIT else 0.0
+            cost += chip.boundary + (chip.cpu.alone(job.solo) if job.solo else beyond)
+        assert world.control.probe_seconds == pytest.approx(cost)
         if len(world.jobs) > 5000:
             pytest.fail("never learned")
 
