@@ -21,7 +21,7 @@ SHORT, LONG = 512, (2048, 1024)
 WARM_UP_TOKENS = 200
 LEARNING_PROMPTS = 3
 """Prompts of each length that the patched arm may learn from before anything is measured."""
-LEARNING_SEED = 10**6
+LEARNING_SEED, LEARNING_TOKENS = 10**6, 2
 PATIENCE = 30.0
 """Seconds that all runs of one default prompt length may take."""
 
@@ -132,7 +132,7 @@ def compare(
     summary, total = [], len(lengths) * pairs * len(ARMS)
     for length in lengths:
         for seed in range(LEARNING_PROMPTS):
-            once("patched", length, LEARNING_SEED + seed, 2)
+            once("patched", length, LEARNING_SEED + seed, LEARNING_TOKENS)
             if not session().learning():
                 break
         done: dict[str, list[Run]] = {arm: [] for arm in ARMS}

@@ -16,7 +16,7 @@ import pytest
 from checkpoints import small_checkpoint
 
 import fusionml
-from fusionml import cli, machine, split
+from fusionml import cli, loading, machine, split
 from fusionml import compare as compare_module
 
 Main = Callable[..., tuple[int, str, str]]
@@ -154,7 +154,7 @@ def test_the_longest_prompt_that_fits_is_run(
     ],
 )
 def test_the_context_is_found_in_every_models_words(config: dict[str, Any], context: int | None) -> None:
-    assert cli._context(config) == context
+    assert loading.context(config) == context
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./none", "~/no such model"])
@@ -249,7 +249,7 @@ def test_compare_prints_a_table_and_writes_every_sample_with_the_environment(
     assert all(len(s["tokens"]) == len(s["gaps"]) == 3 and s["ttft"] > 0 for s in result["samples"])
     assert out == compare_module.render(result, None) + "\n", "the file holds all that the table says"
     assert {site["ratio"] for site in result["status"]["sites"].values()} == {0.25}
-    assert len(set(decoded)) == 5, "the warm-up's prompt and one for each pair"
+    assert len(set(decoded)) == 7, "one to warm up, one of each length to learn from, one for each pair"
 
 
 def test_without_a_model_compare_makes_one_and_keeps_it(
