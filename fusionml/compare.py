@@ -21,7 +21,7 @@ SHORT, LONG = 512, (2048, 1024)
 WARM_UP_TOKENS = 200
 LEARNING_PROMPTS = 3
 """Prompts of each length that the patched arm may learn from before anything is measured."""
-LEARNING_SEED, LEARNING_TOKENS = 10**6, 2
+LEARNING_SEED, LEARNING_TOKENS = 10**6, 4
 PATIENCE = 30.0
 """Seconds that all runs of one default prompt length may take."""
 
@@ -126,7 +126,7 @@ def compare(
         return run
 
     longest = None if context is None else context - max_tokens
-    warm = once("stock", min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, 4)
+    warm = once("stock", min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, LEARNING_TOKENS)
     lengths = lengths or _affordable(warm, pairs, longest)
     runs: list[Run] = []
     summary, total = [], len(lengths) * pairs * len(ARMS)
