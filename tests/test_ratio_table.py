@@ -201,6 +201,9 @@ def test_the_states_measured_longest_ago_are_forgotten_first(tmp_path: Path) -> 
         saved(path, (SITE, entry), machine={"mlx": f"0.{day}"})
     kept = [day for day in range(1, 36) if len(RatioTable.load(path, {"mlx": f"0.{day}"}))]
     assert kept == list(range(4, 36))
+    # What was just saved stays, however old the clock says it is.
+    saved(path, (SITE, replace(ENTRY, when="1970-01-01")), machine={"mlx": "0.99"})
+    assert len(RatioTable.load(path, {"mlx": "0.99"})) == 1
 
 
 def test_clear_forgets_memory_and_file(tmp_path: Path) -> None:
@@ -317,11 +320,13 @@ def test_an_entry_of_the_wrong_type_is_set_aside(
     )
 
 
-def test_a_machine_nested_too_deeply_to_be_written_is_set_aside(
+def test_a_machine_that_cannot_be_written_again_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content = saved(tmp_path / "good.json").replace(b'"M1"', b"[" * 400 + b"]" * 400)
-    assert check_survival(tmp_path / "t.json", content, caplog)
+    raw = saved(tmp_path / "good.json")
+    for value in (b"[" * 400 + b"]" * 400, b"1e999", b"[1, -1e999]"):
+        assert check_survival(tmp_path / "t.json", raw.replace(b'"M1"', value), caplog)
+    assert not check_survival(tmp_path / "t.json", raw.replace(b'"M1"', b"1" * 400), caplog)
 
 
 def test_every_truncation_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
