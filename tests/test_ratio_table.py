@@ -153,6 +153,10 @@ def test_a_stale_copy_does_not_undo_what_another_saved(tmp_path: Path) -> None:
     stale.save()
     assert RatioTable.load(path, MACHINE).entries()[SITE].ratio == 0.4
     assert stale.entries()[SITE].ratio == 0.4
+    # Nor does it put back what it saved itself, once another measured that again.
+    saved(path, (other, replace(ENTRY, ratio=0.1)))
+    stale.save()
+    assert RatioTable.load(path, MACHINE).entries()[other].ratio == 0.1
 
 
 def test_another_machine_or_version_is_ignored_with_one_line(
@@ -170,6 +174,16 @@ def test_another_machine_or_version_is_ignored_with_one_line(
     table.save()
     assert len(RatioTable.load(path, MACHINE)) == 2
     assert RatioTable.load(path, {**MACHINE, "mlx": "0.33.0"}).entries() == {SITE: replace(ENTRY, ratio=0.1)}
+
+
+def test_the_line_is_one_line_whatever_the_file_calls_its_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "t.json", machine={"new\nline \ud800": "\x1b[31m\n"})
+    assert RatioTable.load(tmp_path / "t.json", MACHINE).ignored
+    (line,) = warnings_in(caplog)
+    assert line.encode().isascii()
+    assert line.isprintable()
 
 
 def test_the_machine_is_compared_as_json_holds_it(tmp_path: Path) -> None:
