@@ -289,7 +289,7 @@ class RatioSearch:
     def expected_seconds(self, probe: Probe) -> float | None:
         """What `probe` will take at least, from what was told so far; None where that says nothing.
 
-        For a caller with a budget. Contention may make a split slower, by the paper's figures 10 to 20 %.
+        For a caller with a budget: a split takes longer than this, by what the units slow each other down.
         """
         known = self._samples.median(probe)
         if known is not None:

@@ -15,7 +15,6 @@ from pairs import (
     EQUAL_STREAMS,
     M1,
     M4,
-    M4_PRO,
     M5_LIKE,
     MS,
     PAPER_CHIPS,
@@ -118,11 +117,11 @@ def test_a_gain_bound_below_three_per_cent_answers_zero_without_a_split() -> Non
 
 
 def test_no_split_is_timed_beyond_the_bound_of_the_solo_rates() -> None:
-    bound = M4_PRO.current.per_row / M4_PRO.cpu.per_row
-    search = RatioSearch(rows=ROWS, boundary_seconds=M4_PRO.boundary, grid=PAPER_GRID)
-    asked = drive(search, Stopwatch(M4_PRO, ROWS, 0, 0.0))
+    pair = Pair("slower", Unit(0, 10 * US), Unit(0, 3.2 * US))
+    search = RatioSearch(rows=ROWS, grid=PAPER_GRID)
+    asked = drive(search, Stopwatch(pair, ROWS, 0, 0.0))
+    # 0.32 of the rows take the CPU alone as long as stock takes for all of them.
     assert {probe.ratio for probe in asked if probe.kind == "split"} == {0.1, 0.2, 0.3}
-    assert 0.3 < bound < 0.4
 
 
 def test_a_boundary_dearer_than_the_bound_on_the_gain_is_seen_without_a_split() -> None:
@@ -299,7 +298,7 @@ def test_expected_seconds_bound_a_probe_before_it_runs() -> None:
         if probe.kind == "split":
             assert expected is not None
             assert (
-                0.8 * watch.pair.seconds(probe, ROWS) <= expected <= 1.001 * watch.pair.seconds(probe, ROWS)
+                0.7 * watch.pair.seconds(probe, ROWS) <= expected <= 1.001 * watch.pair.seconds(probe, ROWS)
             )
         search.tell(probe, watch(probe))
 
@@ -412,6 +411,7 @@ def test_simulated_chips_lie_where_the_paper_found_the_real_ones(pair: Pair) -> 
     best = optimum(pair)
     assert 0.24 <= best <= 0.40
     assert 1.15 <= pair.stock(ROWS) / pair.cost(best, ROWS) <= 1.41
+    assert best < composed_ratio(1 / pair.cpu.per_row, 1 / pair.current.per_row)
 
 
 def test_every_preset_says_that_it_is_a_simulation() -> None:
