@@ -129,8 +129,7 @@ class _Section:
         machine, fingerprint, entries = _values(value, ["machine", "fingerprint", "entries"])
         if not all(isinstance(part, dict) for part in (machine, fingerprint, entries)):
             raise ValueError("a section's machine, fingerprint or entries is no object")
-        _require_shallow(machine)
-        section = cls(machine, checked_fingerprint(fingerprint))
+        section = cls(_plain(machine), checked_fingerprint(fingerprint))
         for key, entry in entries.items():
             Site.parse(key)
             section.entries[key] = Entry(*_values(entry, _ENTRY_FIELDS))
@@ -345,8 +344,9 @@ class RatioTable:
                 sections = self._sections_on_disk()
                 own = self._own(sections)
                 own.entries.update(self._changed)
-                sections.sort(key=_Section.newest, reverse=True)
-                _write(self.path, sections[:MOST_SECTIONS])
+                others = [section for section in sections if section is not own]
+                others.sort(key=_Section.newest, reverse=True)
+                _write(self.path, [own, *others][:MOST_SECTIONS])
             self._state.entries.update(own.entries)
             self._changed = {}
             self._index()
@@ -362,14 +362,14 @@ class RatioTable:
 
     def _adopt(self, sections: list[_Section]) -> None:
         """Takes over what holds for this state, the newest last, and says what does not."""
-        others = [s for s in sections if s.entries and s.differences(self._state)]
+        ignored, reasons = 0, ""
         for section in sorted(sections, key=_Section.newest):
-            if section not in others:
+            if differences := section.differences(self._state):
+                ignored, reasons = ignored + len(section.entries), "; ".join(differences)[:300]
+            else:
                 self._state.entries.update(section.entries)
-        if others:
-            count = sum(len(section.entries) for section in others)
-            reasons = "; ".join(max(others, key=_Section.newest).differences(self._state))
-            self.ignored = f"{count} entries ignored, made with {reasons[:300]}"
+        if ignored:
+            self.ignored = f"{ignored} entries ignored, made with {reasons}"
         self._index()
 
     def _index(self) -> None:

@@ -153,6 +153,10 @@ def test_a_stale_copy_does_not_undo_what_another_saved(tmp_path: Path) -> None:
     stale.save()
     assert RatioTable.load(path, MACHINE).entries()[SITE].ratio == 0.4
     assert stale.entries()[SITE].ratio == 0.4
+    # Nor does it put back what it saved itself, once another measured that again.
+    saved(path, (other, replace(ENTRY, ratio=0.1)))
+    stale.save()
+    assert RatioTable.load(path, MACHINE).entries()[other].ratio == 0.1
 
 
 def test_another_machine_or_version_is_ignored_with_one_line(
@@ -170,6 +174,16 @@ def test_another_machine_or_version_is_ignored_with_one_line(
     table.save()
     assert len(RatioTable.load(path, MACHINE)) == 2
     assert RatioTable.load(path, {**MACHINE, "mlx": "0.33.0"}).entries() == {SITE: replace(ENTRY, ratio=0.1)}
+
+
+def test_the_line_is_one_line_whatever_the_file_calls_its_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "t.json", machine={"new\nline \ud800": "\x1b[31m\n"})
+    assert RatioTable.load(tmp_path / "t.json", MACHINE).ignored
+    (line,) = warnings_in(caplog)
+    assert line.encode().isascii()
+    assert line.isprintable()
 
 
 def test_the_machine_is_compared_as_json_holds_it(tmp_path: Path) -> None:
@@ -201,6 +215,9 @@ def test_the_states_measured_longest_ago_are_forgotten_first(tmp_path: Path) -> 
         saved(path, (SITE, entry), machine={"mlx": f"0.{day}"})
     kept = [day for day in range(1, 36) if len(RatioTable.load(path, {"mlx": f"0.{day}"}))]
     assert kept == list(range(4, 36))
+    # What was just saved stays, however old the clock says it is.
+    saved(path, (SITE, replace(ENTRY, when="1970-01-01")), machine={"mlx": "0.99"})
+    assert len(RatioTable.load(path, {"mlx": "0.99"})) == 1
 
 
 def test_clear_forgets_memory_and_file(tmp_path: Path) -> None:
@@ -317,11 +334,13 @@ def test_an_entry_of_the_wrong_type_is_set_aside(
     )
 
 
-def test_a_machine_nested_too_deeply_to_be_written_is_set_aside(
+def test_a_machine_that_cannot_be_written_again_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content = saved(tmp_path / "good.json").replace(b'"M1"', b"[" * 400 + b"]" * 400)
-    assert check_survival(tmp_path / "t.json", content, caplog)
+    raw = saved(tmp_path / "good.json")
+    for value in (b"[" * 400 + b"]" * 400, b"1e999", b"[1, -1e999]"):
+        assert check_survival(tmp_path / "t.json", raw.replace(b'"M1"', value), caplog)
+    assert not check_survival(tmp_path / "t.json", raw.replace(b'"M1"', b"1" * 400), caplog)
 
 
 def test_every_truncation_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
