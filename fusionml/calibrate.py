@@ -1,27 +1,27 @@
 """Measures each shape's best CPU share under contention and fills the ratio table (paper, Section 4).
 
-`python -m fusionml.calibrate --model M`. What is timed is the real thing: `split` itself, on evaluated inputs,
-with the model's own weights, against the layer as MLX computes it.
+`python -m fusionml.calibrate --model M`. What is timed is the real thing: `split` itself, on evaluated
+inputs, with the model's own weights, against the layer as MLX computes it.
 """
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import machine, split
+from . import split
 from .known import KnownModels, Layer
 from .measure import relative_error
 from .ratios import Choice, Probe, RatioSearch, Site, bucket
-from .table import Entry, RatioTable
+from .session import entry_of
+from .table import RatioTable
 
 DEFAULT_ROWS = (512, 1024, 2048)
 """Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
@@ -63,6 +63,7 @@ class Outcome:
     """What was found for one site; `left_out` says why nothing, or not everything, was."""
 
     site: Site
+    rows: int
     choice: Choice | None
     cpu_dtype: str
     seconds: float
@@ -260,7 +261,7 @@ def search_site(
             found.append((choice.seconds, choice, name, bench))
     spent = time.perf_counter() - started
     if not found or (unfinished and all(choice.ratio == 0 for _, choice, _, _ in found)):
-        return Outcome(shape.site(rows), None, names[0], spent, None, unfinished)
+        return Outcome(shape.site(rows), rows, None, names[0], spent, None, unfinished)
     _, choice, name, bench = min(found, key=lambda item: item[0])
     return _verified(shape.site(rows), choice, name, bench, spent, unfinished)
 
@@ -280,13 +281,13 @@ def _verified(
 ) -> Outcome:
     """The outcome, if the chosen split computes what stock does."""
     if choice.ratio == 0:
-        return Outcome(site, choice, cpu_dtype, seconds, None, left_out)
+        return Outcome(site, bench.rows, choice, cpu_dtype, seconds, None, left_out)
     error = bench.error(split.cpu_rows(bench.rows, choice.ratio))
     allowed = TOLERANCE[site.dtype]
     if not error <= allowed:
         wrong = f"the split differs from stock by {error:.2g}, more than {allowed:.2g}: not used"
-        return Outcome(site, None, cpu_dtype, seconds, error, wrong)
-    return Outcome(site, choice, cpu_dtype, seconds, error, left_out)
+        return Outcome(site, bench.rows, None, cpu_dtype, seconds, error, wrong)
+    return Outcome(site, bench.rows, choice, cpu_dtype, seconds, error, left_out)
 
 
 def calibrate(
@@ -343,7 +344,7 @@ def calibrate(
         )
         outcomes.append(outcome)
         if table is not None and outcome.choice is not None:
-            table.put(outcome.site, _entry(outcome, outcome.choice))
+            table.put(outcome.site, entry_of(outcome.choice, outcome.rows, outcome.cpu_dtype))
             table.save()
     progress("done", time.perf_counter() - started, budget)
     return outcomes
@@ -364,15 +365,3 @@ def check_options(rows: Sequence[int], budget: float) -> None:
 
 def _work(job: tuple[Shape, int]) -> int:
     return job[0].work * job[1]
-
-
-def _entry(outcome: Outcome, choice: Choice) -> Entry:
-    return Entry(
-        ratio=choice.ratio,
-        gain=choice.gain,
-        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        spread=choice.spread,
-        power=machine.conditions()["power_source"],
-        samples=choice.samples,
-        cpu_dtype=outcome.cpu_dtype,
-    )

@@ -7,9 +7,11 @@ every condition holds, to `split`.
 from __future__ import annotations
 
 import functools
+import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,11 +19,13 @@ import mlx.nn as nn
 from . import split
 from .known import Layer
 from .plans import SPLIT, STOCK
+from .sites import Job, SiteControl
 
 if TYPE_CHECKING:
     from .session import Session
 
 FAILED = "a split that failed"
+TRACE = "under a trace"
 
 Forward = Callable[[nn.Module, mx.array], mx.array]
 
@@ -43,48 +47,123 @@ def replace_linear(session: Session, stock: Forward) -> Forward:
 
 
 def call_linear(session: Session, stock: Forward, layer: nn.Module, x: mx.array) -> mx.array:
-    """A call that may be prefill: split it if everything allows it, else the original."""
+    """A call that may be prefill: do what its site decides if everything allows it, else the original."""
     if x.ndim < 2 or x.shape[-2] < 2 or x.size < session.settings.min_rows * x.shape[-1]:
         return stock(layer, x)
-    decision = decide(session, layer, x)
-    reason, rows = decision.reason, x.size // x.shape[-1]
+    call = decide(session, layer, x)
+    out, reason = None, call.reason
     if reason is None:
-        out, reason = try_split(session, x, layer["weight"], layer.get("bias"), decision)
-        if out is not None:
-            session.count(SPLIT, decision.known, rows)
-            return out
-    session.count(STOCK, decision.known, rows, reason)
-    return stock(layer, x)
+        out, reason = (
+            timed(session, stock, layer, x, call) if call.job.timed else untimed(session, layer, x, call)
+        )
+    session.count(STOCK if reason else SPLIT, call.known, x.size // x.shape[-1], reason)
+    return stock(layer, x) if out is None else out
 
 
-class Decision(NamedTuple):
-    """How to compute one call: `m` CPU rows in `cpu_dtype`, or stock for a reason."""
+@dataclass
+class Call:
+    """One call of a layer: stock for a `reason`, or what `control` wants done."""
 
     known: Layer
     reason: str | None
-    m: int = 0
+    job: Job = field(default_factory=lambda: Job(STOCK))
+    control: SiteControl | None = None
     cpu_dtype: str = "native"
+    unclean: str | None = None
 
 
-def decide(session: Session, layer: nn.Module, x: mx.array) -> Decision:
+def decide(session: Session, layer: nn.Module, x: mx.array) -> Call:
     """What to do with a large call; whatever fails while we find out makes it stock."""
     known = None
     try:
         known = session.known.find(layer)
         reason = refusal(session, known, layer, x)
-        return plan_split(session, known, layer, x) if reason is None else Decision(known, reason)
+        return ask(session, known, layer, x) if reason is None else Call(known, reason)
     except Exception as error:
-        return Decision(known or Layer(weakref.ref(layer)), failed(session, error))
+        return Call(known or Layer(weakref.ref(layer)), failed(session, error))
 
 
-def plan_split(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> Decision:
-    """Ask the plan of the call's site for the CPU rows."""
+def ask(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> Call:
+    """Ask the call's site what to do."""
     bias = layer.get("bias")
     rows = x.size // x.shape[-1]
     dtype = mx.result_type(x, layer["weight"], *([] if bias is None else [bias]))
-    plan = session.plan(known, dtype, rows)
-    m = split.cpu_rows(rows, plan.ratio)
-    return Decision(known, plan.why if m == 0 else None, m, plan.cpu_dtype)
+    control = session.control(known, dtype, rows)
+    unclean = first_touch(known) or ("another thread" if session.crowded() else None)
+    # The parts and the joined output, and at worst a float32 copy of the weight.
+    working_set = 2 * rows * known.outputs * dtype.size + 4 * known.arithmetic
+    fits, short = session.conditions(working_set)
+    job = control.choose(id(layer), rows, fits, short, unclean is None)
+    session.decided(control)
+    reason = control.stock_reason() if job.arm == STOCK and not job.timed else None
+    return Call(known, reason, job, control, control.plan.cpu_dtype, unclean)
+
+
+def first_touch(known: Layer) -> str | None:
+    """The first call of a layer may read its weight from disk, so its time says nothing."""
+    touched, known.touched = known.touched, True
+    return None if touched else "first touch"
+
+
+def untimed(
+    session: Session, layer: nn.Module, x: mx.array, call: Call
+) -> tuple[mx.array | None, str | None]:
+    """The split product, left lazy, or None and the reason."""
+    weight, bias = layer["weight"], layer.get("bias")
+    boundary = session.settings.boundary
+    # The weight and the bias too: under compile or vmap the input may be concrete and they traced.
+    if not split.try_boundary([x, weight, *([] if bias is None else [bias])], boundary):
+        return None, TRACE
+    try:
+        m = split.cpu_rows(x.size // x.shape[-1], call.job.ratio)
+        return split.run_linear(x, weight, bias, m, boundary, call.cpu_dtype), None
+    except Exception as error:
+        return None, failed(session, error)
+
+
+def timed(
+    session: Session, stock: Forward, layer: nn.Module, x: mx.array, call: Call
+) -> tuple[mx.array | None, str | None]:
+    """One arm, evaluated and timed, and the time told to the site; None and the reason where it cannot be."""
+    weight, bias = layer["weight"], layer.get("bias")
+    if not split.try_boundary([x, weight, *([] if bias is None else [bias])], "eager"):
+        return None, TRACE
+    job, rows = call.job, x.size // x.shape[-1]
+    assert call.control is not None
+    try:
+        if job.solo:
+            _record(session, call, stopwatch(lambda: _solo(x, weight, bias, job.solo, call))[1], rows)
+            return None, call.control.stock_reason()
+        if job.arm == STOCK:
+            out, seconds = stopwatch(lambda: stock(layer, x))
+        else:
+            m = split.cpu_rows(rows, job.ratio)
+            out, seconds = stopwatch(lambda: split.run_linear(x, weight, bias, m, "eager", call.cpu_dtype))
+        _record(session, call, seconds, rows)
+        return out, "timed as stock" if job.arm == STOCK else None
+    except Exception as error:
+        return None, failed(session, error)
+
+
+def stopwatch(compute: Callable[[], mx.array]) -> tuple[mx.array, float]:
+    """A result, evaluated, and the seconds it took."""
+    start = time.perf_counter()
+    out = compute()
+    mx.eval(out)
+    return out, time.perf_counter() - start
+
+
+def _solo(x: mx.array, weight: mx.array, bias: mx.array | None, rows: int, call: Call) -> mx.array:
+    return split.linear_parts(x.reshape(-1, x.shape[-1]), weight, bias, rows, "eager", call.cpu_dtype)[0]
+
+
+def _record(session: Session, call: Call, seconds: float, rows: int) -> None:
+    """Charge the split with the boundary that stock never pays, and timing with the one it added."""
+    boundary = session.boundary_seconds()
+    assert call.control is not None
+    charged = seconds + (boundary if call.job.arm == SPLIT and call.job.probe is None else 0.0)
+    call.control.record(call.job, charged, rows, boundary, call.unclean)
+    session.decided(call.control)
 
 
 def failed(session: Session, error: Exception) -> str:
@@ -104,20 +183,6 @@ def refusal(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> st
     if not session.budget.admit():
         return f"more than {split.MAX_THREADS} threads"
     return None
-
-
-def try_split(
-    session: Session, x: mx.array, weight: mx.array, bias: mx.array | None, decision: Decision
-) -> tuple[mx.array | None, str | None]:
-    """The split product, or None and the reason."""
-    boundary = session.settings.boundary
-    # The weight and the bias too: under compile or vmap the input may be concrete and they traced.
-    if not split.try_boundary([x, weight, *([] if bias is None else [bias])], boundary):
-        return None, "under a trace"
-    try:
-        return split.run_linear(x, weight, bias, decision.m, boundary, decision.cpu_dtype), None
-    except Exception as error:
-        return None, failed(session, error)
 
 
 def replace_load_model(session: Session, stock: Callable[..., Any]) -> Callable[..., Any]:

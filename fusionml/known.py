@@ -39,6 +39,7 @@ class Layer:
     bias: bool = False
     reason: str | None = UNKNOWN
     live: bool = True
+    touched: bool = False
     split_rows: int = 0
     stock_rows: int = 0
 

@@ -32,7 +32,7 @@ _STEERING = {"VECLIB_MAXIMUM_THREADS", "LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
 
 def backend() -> Literal["metal", "cuda", "cpu"]:
     """What the default device is at this moment; never remembered, since anyone may change it."""
-    if mx.default_device().type != mx.DeviceType.gpu:
+    if mx.default_device() != mx.gpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
@@ -45,10 +45,11 @@ def cores() -> int:
 
 
 def math_fingerprint() -> dict[str, float]:
-    """GFLOP/s of MLX's CPU matmul in float32 and bfloat16, about 50 ms of work or less.
+    """GFLOP/s of MLX's CPU matmul in float32 and bfloat16, in less than 50 ms.
 
-    It tells math libraries apart (reference BLAS, OpenBLAS with one or more threads, Accelerate), which is a
-    factor of two and more; it is no benchmark. Products of 128 x 128 x 128 on the default CPU stream.
+    It tells math libraries apart, a factor of ten between reference BLAS and OpenBLAS. It is no benchmark,
+    and not meant to tell how many threads one uses: the variables in `identity()` do. Products of
+    128 x 128 x 128 on the default CPU stream.
     """
     return {str(dtype).removeprefix("mlx.core."): _gflops(dtype) for dtype in (mx.float32, mx.bfloat16)}
 
@@ -70,6 +71,25 @@ def _seconds(x: mx.array, products: int) -> float:
     start = time.perf_counter()
     mx.eval([x @ x for _ in range(products)])
     return time.perf_counter() - start
+
+
+class OtherLoad:
+    """How busy other programs kept the CPU since this was made."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def share(self) -> float:
+        """Their share of all cores' time, 0 to 1; 0 where the system does not tell."""
+        busy, own, wall = (b - a for a, b in zip(self._start, self._now(), strict=True))
+        return min(1.0, max(0.0, busy - own) / (wall * (psutil.cpu_count() or 1))) if wall > 0 else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        times, own = psutil.cpu_times(), os.times()
+        # `user` counts what guests of this machine use, and nothing else is counted twice.
+        busy = times.user + times.system + getattr(times, "nice", 0.0)
+        return busy, own.user + own.system, time.perf_counter()
 
 
 # --- what keys the table, what is stamped on a result

@@ -143,7 +143,7 @@ def status() -> dict[str, Any]:
         "sites": _session.sites(),
         "skipped": _session.skipped(),
         "eligible": _session.eligible(),
-        "probe_seconds": 0.0,
+        "probe_seconds": _session.probe_seconds(),
     }
 
 

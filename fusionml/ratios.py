@@ -170,6 +170,39 @@ class _Solo:
         return max(0.0, (stock - self.fixed) / (self.per_row * rows + stock))
 
 
+class _Samples:
+    """The times of each probe, with their medians and the spread of all."""
+
+    def __init__(self) -> None:
+        self._times: dict[Probe, list[float]] = {}
+        self._medians: dict[Probe, float] = {}
+        self.taken = 0
+        self.spread: float | None = None
+
+    def add(self, probe: Probe, seconds: float) -> None:
+        times = self._times.setdefault(probe, [])
+        times.append(seconds)
+        self._medians[probe] = median(times)
+        self.taken += 1
+        self.spread = self._pooled_spread()
+
+    def count(self, probe: Probe) -> int:
+        return len(self._times.get(probe, ()))
+
+    def median(self, probe: Probe) -> float | None:
+        return self._medians.get(probe)
+
+    def _pooled_spread(self) -> float | None:
+        """Relative deviation of one sample, over all probes timed three times or more; robust."""
+        deviations = []
+        for probe, times in self._times.items():
+            if (n := len(times)) >= 3:
+                apart = sorted(abs(seconds / self._medians[probe] - 1) for seconds in times)
+                # A median of few lies among its own samples: of an odd number it is one, and says nothing.
+                deviations += apart[1:] if n % 2 else [each * n / (n - 1) for each in apart]
+        return 1.4826 * median(deviations) if deviations else None
+
+
 class RatioSearch:
     """Finds the smallest ratio within `tolerance` of the fastest; ratio 0 is stock and wins ties.
 
@@ -220,7 +253,8 @@ class RatioSearch:
         self._candidates = self._on_grid(grid) if grid is not None else self._every_step(max_ratio)
         self._solo = self._solo_probes(solo_rows)
         self._cap = max(12, (round(max_ratio / EXHAUSTIVE_STEP) + 1) * repeats // 2)
-        self._samples: dict[Probe, list[float]] = {}
+        self._splits = {ratio: Probe("split", self._cpu_rows(ratio), ratio) for ratio in self._candidates}
+        self._samples = _Samples()
         self._stopped = False
 
     @property
@@ -231,35 +265,35 @@ class RatioSearch:
     @property
     def samples_left(self) -> int:
         """At most this many more probes will be asked for."""
-        return 0 if self._stopped else max(0, self._cap - self._taken())
+        return 0 if self._stopped else max(0, self._cap - self._samples.taken)
 
     def next(self) -> Probe | None:
         """What to time next; None once the answer stands. All rows are `rows`, except a solo part's."""
-        if self._stopped or self._taken() >= self._cap:
+        if self._stopped or self._samples.taken >= self._cap:
             return None
         wanted = self._wanted()
         if not wanted:
             return None
         # The least sampled first: candidates and stock take turns, so that a drift meets all of them.
-        return min(wanted, key=lambda probe: len(self._samples.get(probe, ())))
+        return min(wanted, key=self._samples.count)
 
     def tell(self, probe: Probe, seconds: float) -> None:
         """Records that `probe` took `seconds`, for all `rows` rows (whoever timed other lengths scales)."""
         # A clock's bounds: beyond them the squares of a fit would overflow.
         if not isinstance(seconds, int | float) or not 1e-12 <= seconds <= 1e9:
             raise ValueError(f"seconds is {seconds!r} for {probe}: use a positive number, at most 1e9")
-        known = probe == STOCK or probe in self._solo
-        if not known and not (probe.kind == "split" and probe in map(self._split, self._candidates)):
+        if probe not in (STOCK, *self._solo, *self._splits.values()):
             raise ValueError(f"probe is {probe!r}: use one that next() gave")
-        self._samples.setdefault(probe, []).append(float(seconds))
+        self._samples.add(probe, float(seconds))
 
     def expected_seconds(self, probe: Probe) -> float | None:
         """What `probe` will take at least, from what was told so far; None where that says nothing.
 
         For a caller with a budget. Contention may make a split slower, by the paper's figures 10 to 20 %.
         """
-        if self._samples.get(probe):
-            return median(self._samples[probe])
+        known = self._samples.median(probe)
+        if known is not None:
+            return known
         solo, stock = self._solo_fit(), self._seconds(0.0)
         if solo is None or stock is None or probe.kind == "stock":
             return None
@@ -291,9 +325,9 @@ class RatioSearch:
             best = min((r for r in times if r), key=times.__getitem__)
             return self._choice(0.0, f"the best split, at {best:.3f}, is not measurably faster than stock")
         why = (
-            "the fastest"
-            if chosen == fastest
-            else f"within {self.tolerance:.0%} of the fastest, {fastest:.3f}"
+            f"within {self.tolerance:.0%} of the fastest, {fastest:.3f}"
+            if chosen < fastest
+            else "the fastest"
         )
         return self._choice(chosen, f"{why}, of {len(times) - 1} ratios timed")
 
@@ -305,8 +339,8 @@ class RatioSearch:
             ratio=ratio,
             gain=stock / seconds - 1 if stock and seconds else 0.0,
             reason=reason,
-            samples=self._taken(),
-            spread=self._spread(),
+            samples=self._samples.taken,
+            spread=self._samples.spread,
             stock_seconds=stock,
             seconds=seconds,
             cpu_rate=cpu_rate,
@@ -318,9 +352,6 @@ class RatioSearch:
 
     def _cpu_rows(self, ratio: float) -> int:
         return round(ratio * self.rows / self.multiple) * self.multiple
-
-    def _split(self, ratio: float) -> Probe:
-        return Probe("split", self._cpu_rows(ratio), ratio)
 
     def _every_step(self, max_ratio: float) -> list[float]:
         last = math.floor(max_ratio * self.rows + 1e-9)
@@ -340,19 +371,16 @@ class RatioSearch:
 
     # --- what the samples say ---
 
-    def _taken(self) -> int:
-        return sum(map(len, self._samples.values()))
-
     def _probe(self, ratio: float) -> Probe:
-        return self._split(ratio) if ratio else STOCK
+        return self._splits[ratio] if ratio else STOCK
 
     def _count(self, ratio: float) -> int:
-        return len(self._samples.get(self._probe(ratio), ()))
+        return self._samples.count(self._probe(ratio))
 
     def _seconds(self, ratio: float) -> float | None:
         """The median time at `ratio`, boundary charged."""
-        samples = self._samples.get(self._probe(ratio))
-        return median(samples) + (self.boundary_seconds if ratio else 0.0) if samples else None
+        seconds = self._samples.median(self._probe(ratio))
+        return None if seconds is None else seconds + (self.boundary_seconds if ratio else 0.0)
 
     def _explored(self, least: int = _EXPLORE_REPEATS) -> dict[float, float]:
         """Median seconds of each ratio, 0 among them, with at least so many samples."""
@@ -374,20 +402,9 @@ class RatioSearch:
             return explored
         return {r: valley.at(r) if r else seconds for r, seconds in explored.items()}
 
-    def _spread(self) -> float | None:
-        """Relative deviation of one sample, pooled over all that was timed at least three times."""
-        deviations = []
-        for samples in self._samples.values():
-            if len(samples) >= 3:
-                middle, n = median(samples), len(samples)
-                apart = sorted(abs(sample / middle - 1) for sample in samples)
-                # A median of few lies among its own samples: of an odd number it is one, and says nothing.
-                deviations += apart[1:] if n % 2 else [each * n / (n - 1) for each in apart]
-        return 1.4826 * median(deviations) if deviations else None
-
     def _of_median(self) -> float:
         """Relative standard error of a median, times the root of its samples."""
-        spread = self._spread()
+        spread = self._samples.spread
         return 1.25 * (_ASSUMED_SPREAD if spread is None else spread)
 
     def _doubt(self, *ratios: float) -> float:
@@ -397,10 +414,12 @@ class RatioSearch:
     # --- screening: each unit alone ---
 
     def _solo_fit(self) -> _Solo | None:
-        if not all(self._samples.get(probe) for probe in self._solo) or not self._solo:
+        if not self._solo:
             return None
         small, large = self._solo[0], self._solo[-1]
-        low, high = median(self._samples[small]), median(self._samples[large])
+        low, high = self._samples.median(small), self._samples.median(large)
+        if low is None or high is None:
+            return None
         between = large.cpu_rows - small.cpu_rows
         per_row = max(0.0, (high - low) / between) if between else high / large.cpu_rows
         return _Solo(max(0.0, low - per_row * small.cpu_rows), per_row)
@@ -409,16 +428,15 @@ class RatioSearch:
         """Why no split is worth timing, as far as the samples of each unit alone say; else None."""
         if not self._candidates:
             return f"{self.rows} rows leave no candidate in multiples of {self.multiple}"
-        stock, first = self._seconds(0.0), self._samples.get(self._solo[0])
-        if stock is None or first is None:
+        first, last = self._solo[0], self._solo[-1]
+        stock, alone = self._seconds(0.0), self._samples.median(first)
+        if stock is None or alone is None:
             return None
-        alone = median(first)
-        if alone > stock * (2 if min(len(first), self._count(0.0)) < _SCREEN_REPEATS else 1):
-            return (
-                f"{self._solo[0].cpu_rows} rows alone on the CPU take longer than stock for all {self.rows}"
-            )
+        sure = min(self._samples.count(first), self._count(0.0)) >= _SCREEN_REPEATS
+        if alone > stock * (1 if sure else 2):
+            return f"{first.cpu_rows} rows alone on the CPU take longer than stock for all {self.rows}"
         solo = self._solo_fit()
-        if solo is None or len(self._samples[self._solo[-1]]) < _SCREEN_REPEATS:
+        if solo is None or self._samples.count(last) < _SCREEN_REPEATS:
             return None
         gain = stock / (stock * (1 - solo.balance(stock, self.rows)) + self.boundary_seconds) - 1
         if gain < self.min_gain:
@@ -439,7 +457,7 @@ class RatioSearch:
         """Everything that should have one more sample now; empty when the answer stands."""
         if self._refusal() is not None:
             return []
-        screen = [p for p in [STOCK, *self._solo] if len(self._samples.get(p, ())) < _SCREEN_REPEATS]
+        screen = [p for p in [STOCK, *self._solo] if self._samples.count(p) < _SCREEN_REPEATS]
         if screen:
             return screen
         ratios = [r for r in self._unexplored() if self._count(r) < _EXPLORE_REPEATS] or self._contested()

@@ -5,19 +5,30 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable
+from datetime import datetime, timezone
 from typing import Any
 
 import mlx.core as mx
 
-from . import machine, split
+from . import machine, pressure, split
 from .known import MIN_WIDTH, KnownModels, Layer
-from .plans import Pair, Plan, decide
-from .ratios import Site, bucket
+from .plans import SPLIT, Pair, Plan, decide
+from .ratios import Choice, Site, bucket
 from .settings import Settings, home
-from .table import RatioTable
+from .sites import Learning, SiteControl
+from .table import Entry, RatioTable
 
 log = logging.getLogger("fusionml")
+
+SWAPPING = 2**20
+"""Bytes swapped in each second from which memory counts as short."""
+PATIENCE = 10.0
+"""Seconds of memory pressure after which every site stands down."""
+BUSY = 0.15
+"""Share of the CPU that other programs may use while something is learned for good."""
 
 
 def site_of(layer: Layer, dtype: mx.Dtype, rows: int) -> Site:
@@ -36,6 +47,20 @@ def open_table(path: str | None) -> RatioTable:
     return RatioTable.load(place, machine.identity(), fingerprint=machine.math_fingerprint())
 
 
+def entry_of(choice: Choice, rows: int, cpu_dtype: str) -> Entry:
+    """What the table keeps of a search over calls of `rows` rows."""
+    return Entry(
+        ratio=choice.ratio,
+        gain=choice.gain,
+        when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        spread=choice.spread,
+        power=machine.conditions()["power_source"],
+        samples=choice.samples,
+        cpu_dtype=cpu_dtype,
+        per_row=None if choice.stock_seconds is None else choice.stock_seconds / rows,
+    )
+
+
 class Session:
     """What the replaced functions share. All public methods may be called from any thread."""
 
@@ -46,38 +71,119 @@ class Session:
         self.budget = split.StreamBudget()
         self.calls: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self._plans: dict[tuple[Site, str], Plan] = {}
+        self._controls: dict[tuple[Site, str], SiteControl] = {}
+        self._decided_with: Settings | None = None
+        self._boundaries: dict[str, float] = {}
+        self._short_since: float | None = None
+        self._last_thread: int | None = None
         self._tables: dict[tuple[str, str | None], RatioTable] = {}
         self._reported: set[str] = set()
         self._lock = threading.RLock()
 
     def configure(self, settings: Settings) -> None:
-        """Use `settings` from the next call on; plans made under other settings are forgotten."""
+        """Use `settings` from the next call on.
+
+        What was decided and learned under other settings is forgotten; being off for a while forgets nothing.
+        """
         with self._lock:
-            if settings != self.settings:
-                self._plans.clear()
+            if settings.enabled and settings != self._decided_with:
+                self._controls.clear()
+                self._decided_with = settings
             self.settings = settings
             self.smallest = settings.min_rows * MIN_WIDTH if settings.enabled else sys.maxsize
 
-    def plan(self, layer: Layer, dtype: mx.Dtype, rows: int) -> Plan:
-        """The plan of the site that a call of `rows` rows belongs to; one log line when it is new."""
+    def control(self, layer: Layer, dtype: mx.Dtype, rows: int) -> SiteControl:
+        """Who decides for the site that a call of `rows` rows belongs to; one log line when it is new."""
         backend = machine.backend()
         key = (site_of(layer, dtype, rows), backend)
-        plan = self._plans.get(key)
-        if plan is None:
+        control = self._controls.get(key)
+        if control is None:
             with self._lock:
-                plan = self._plans.setdefault(key, self._decide(key[0], dtype, backend))
+                control = self._controls.get(key)
+                if control is None:
+                    control = self._controls[key] = self._new_control(key[0], dtype, backend)
+            plan = control.plan
             log.info("%s: %s, CPU share %.2f: %s", key[0].key(), plan.arm, plan.ratio, plan.why)
-        return plan
+        return control
 
-    def _decide(self, site: Site, dtype: mx.Dtype, backend: str) -> Plan:
-        return decide(
+    def _new_control(self, site: Site, dtype: mx.Dtype, backend: str) -> SiteControl:
+        entry = self.table(backend).lookup(site) if self.settings.ratio is None else None
+        plan = decide(
             self.settings,
             Pair(backend, machine.cores()),
-            self.table(backend).lookup(site) if self.settings.ratio is None else None,
+            entry,
             half=dtype in split.HALF_TYPES,
             cpu_dtype=split.resolve_cpu_dtype(self.settings.cpu_dtype, dtype),
         )
+        policy = self.settings.gate
+        if policy != "off" and plan.arm == SPLIT and entry is None and self.settings.ratio is None:
+            keep = self._keep(site, plan, backend)
+            return SiteControl(site.key(), plan, policy, learn=self._learning, learned=keep)
+        per_row = None
+        if entry is not None and entry.per_row is not None:
+            per_row = (entry.per_row, entry.per_row / (1 + entry.gain))
+        return SiteControl(site.key(), plan, policy, per_row=per_row)
+
+    def _learning(self, rows: int) -> Learning:
+        return Learning(rows, split.max_ratio(), self.boundary_seconds())
+
+    def _keep(self, site: Site, plan: Plan, backend: str) -> Callable[[Choice, int], None]:
+        """Puts what a site learned into the table; a table that cannot be written is one warning."""
+        usage = machine.OtherLoad()
+
+        def keep(choice: Choice, rows: int) -> None:
+            if usage.share() > BUSY:
+                return  # what another program caused is not this machine's own
+            table = self.table(backend)
+            table.put(site, entry_of(choice, rows, plan.cpu_dtype))
+            try:
+                table.save()
+            except OSError as error:
+                self.report_once(f"ratio table {table.path} cannot be written, so this run only: {error}")
+
+        return keep
+
+    def boundary_seconds(self) -> float:
+        """What a boundary costs here, measured once for each backend."""
+        backend = machine.backend()
+        with self._lock:
+            if backend not in self._boundaries:
+                from .calibrate import boundary_seconds
+
+                self._boundaries[backend] = boundary_seconds()
+            return self._boundaries[backend]
+
+    def conditions(self, working_set: int) -> tuple[bool | None, bool]:
+        """Whether `working_set` more bytes fit in memory and probing is welcome; and whether memory is short.
+
+        On battery, in low-power mode or hot, the plan follows drift but nothing is probed on schedule.
+        """
+        now = pressure.read()
+        short = now.level in ("warning", "critical") or (now.swap_in_rate or 0) > SWAPPING
+        with self._lock:
+            if not short:
+                self._short_since = None
+            elif self._short_since is None:
+                self._short_since = time.monotonic()
+            elif time.monotonic() - self._short_since > PATIENCE:
+                why = f"memory pressure for more than {PATIENCE:.0f} s"
+                for control in self._controls.values():
+                    control.stand_down(why)
+        strained = now.low_power or now.on_battery or now.thermal not in (None, "nominal")
+        return (False if strained else pressure.fits(now, working_set)), short
+
+    def crowded(self) -> bool:
+        """Whether another thread made a large call since this one's last: times would not be its own."""
+        me = threading.get_ident()
+        with self._lock:
+            before, self._last_thread = self._last_thread, me
+        return before not in (None, me)
+
+    @staticmethod
+    def decided(control: SiteControl) -> None:
+        """Log what a site decided since the last time."""
+        for line in control.drain():
+            log.info("%s: %s", control.name, line)
 
     def table(self, backend: str) -> RatioTable:
         """The ratio table of this machine as it is now, read once; one line says how to make one."""
@@ -105,7 +211,7 @@ class Session:
     def forget_plans(self) -> None:
         """Decide every site again, with the table as it is on disk now."""
         with self._lock:
-            self._plans.clear()
+            self._controls.clear()
             self._tables.clear()
 
     def count(self, arm: str, layer: Layer, rows: int, reason: str | None = None) -> None:
@@ -127,13 +233,23 @@ class Session:
         log.warning(message)
 
     def sites(self) -> dict[str, dict[str, Any]]:
-        """Each site's plan, by the site's key."""
+        """Each site's state, by the site's key."""
         with self._lock:
-            plans = dict(self._plans)
+            controls = dict(self._controls)
         return {
-            site.key(): {"arm": plan.arm, "ratio": plan.ratio, "why": plan.why, "backend": backend}
-            for (site, backend), plan in plans.items()
+            site.key(): {**control.state(), "backend": backend}
+            for (site, backend), control in controls.items()
         }
+
+    def learning(self) -> bool:
+        """Whether any site is still finding out what is best for it."""
+        with self._lock:
+            return any(control.learning for control in self._controls.values())
+
+    def probe_seconds(self) -> float:
+        """What finding out has cost so far, in seconds over doing without."""
+        with self._lock:
+            return sum(control.probe_seconds for control in self._controls.values())
 
     def skipped(self) -> dict[str, int]:
         """Layers of known models that never split, by reason."""

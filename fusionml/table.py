@@ -42,7 +42,8 @@ class Entry:
 
     ratio: CPU share, 0 to 0.9. gain: stock's time over the split's, less 1. when: ISO time. spread: relative
     deviation of one sample, None where too few were taken to say. power: power source, None if unknown.
-    samples: how many. cpu_dtype: what the CPU part computes in. A wrong value is a ValueError that names it.
+    samples: how many. cpu_dtype: what the CPU part computes in. per_row: stock's seconds for one row, None if
+    not measured. A wrong value is a ValueError that names it.
     """
 
     ratio: float
@@ -52,12 +53,15 @@ class Entry:
     power: str | None
     samples: int
     cpu_dtype: str
+    per_row: float | None = None
 
     def __post_init__(self) -> None:
         _require_number("ratio", self.ratio, 0, LARGEST_RATIO)
         _require_number("gain", self.gain, -1, 1000)
         if self.spread is not None:
             _require_number("spread", self.spread, 0, 1000)
+        if self.per_row is not None:
+            _require_number("per_row", self.per_row, 1e-15, 1e9)
         _require_number("samples", self.samples, 0, 10**9)
         if not isinstance(self.samples, int):
             raise ValueError(f"samples is {self.samples!r}: use a whole number")

@@ -24,6 +24,8 @@ def nothing_left_patched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     for name in [name for name in os.environ if name.startswith("FUSIONML_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("FUSIONML_HOME", str(tmp_path / "fusionml"))
+    # A site is stock until its gate has learned; most tests are about what happens then.
+    monkeypatch.setenv("FUSIONML_GATE", "off")
     monkeypatch.setattr(patching, "_session", Session())
     yield
     left = [name for (owner, name), stock in STOCK.items() if getattr(owner, name) is not stock]

@@ -71,12 +71,14 @@ def split_layers(model: nn.Module) -> dict[str, int]:
     return {paths[id(module)]: count for module, count in seen if count and id(module) in paths}
 
 
-def stock_and_patched(models: nn.Module | list[nn.Module], run: Callable[[], T]) -> tuple[T, T]:
+def stock_and_patched(
+    models: nn.Module | list[nn.Module], run: Callable[[], T], **settings: Any
+) -> tuple[T, T]:
     """`run()` with MLX-LM alone, then with `models` handed to the patch, which must have split something."""
     truth = run()
     before = split_calls()
     for model in models if isinstance(models, list) else [models]:
-        fusionml.patch(model, **SETTINGS)
+        fusionml.patch(model, **SETTINGS | settings)
     try:
         ours = run()
     finally:

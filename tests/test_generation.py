@@ -63,10 +63,11 @@ def prompt(count: int) -> list[int]:
     ("dtype", "tolerance"),
     [(mx.float32, TOLERANCE), (mx.float16, HALF_TOLERANCE / 4), (mx.bfloat16, HALF_TOLERANCE)],
 )
-def test_models_of_each_float_type_answer_as_stock(dtype: mx.Dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("cpu_dtype", ["native", "float32"])
+def test_models_of_each_float_type_answer_as_stock(dtype: mx.Dtype, tolerance: float, cpu_dtype: str) -> None:
     model = tiny("llama")
     model.set_dtype(dtype)
-    truth, ours = stock_and_patched(model, lambda: answer(model, prompt(90)))
+    truth, ours = stock_and_patched(model, lambda: answer(model, prompt(90)), cpu_dtype=cpu_dtype)
     assert truth.cache[0].dtype == dtype
     assert_same(ours, truth, tolerance)
 
@@ -74,6 +75,7 @@ def test_models_of_each_float_type_answer_as_stock(dtype: mx.Dtype, tolerance: f
 def test_biases_and_mixed_types_give_what_stock_gives() -> None:
     """Qwen2's projections have a bias; here blocks of three types meet, so inputs and weights differ."""
     model = tiny("qwen2", num_hidden_layers=4)
+    model.model.embed_tokens.set_dtype(mx.bfloat16)
     for block, dtype in zip(model.layers, [mx.float16, mx.float32, mx.bfloat16], strict=False):
         block.set_dtype(dtype)
     truth, ours = stock_and_patched(model, lambda: answer(model, prompt(70)))

@@ -449,6 +449,15 @@ def test_only_many_rows_in_the_sequence_split(
     assert fusionml.status()["calls"] == ({"split": 1} if split_it else {})
 
 
+def test_a_long_vector_is_one_row(patch: Callable[..., None]) -> None:
+    model = pair(width=4096, hidden=128)
+    patch(model, min_rows=2, ratio=0.5)
+    given = lazy(x(4096))
+    assert model.up(given).shape == (128,)
+    assert not evaluated(given)
+    assert fusionml.status()["calls"] == {}
+
+
 def test_the_default_is_256_rows(patch: Callable[..., None]) -> None:
     model = pair()
     patch(model, ratio=0.5)
@@ -511,7 +520,7 @@ def failing(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("something of ours broke")
 
 
-@pytest.mark.parametrize("where", ["run_linear", "cpu_rows", "plan", "find", "admit"])
+@pytest.mark.parametrize("where", ["run_linear", "cpu_rows", "control", "find", "admit"])
 def test_a_failure_of_ours_is_stock_and_said_once(
     where: str,
     patch: Callable[..., None],
@@ -522,7 +531,7 @@ def test_a_failure_of_ours_is_stock_and_said_once(
     model = pair()
     expected = model(x())
     mx.eval(expected)
-    owners = {"plan": session, "find": session.known, "admit": session.budget}
+    owners = {"control": session, "find": session.known, "admit": session.budget}
     monkeypatch.setattr(owners.get(where, split), where, failing)
     patch(model, **SPLIT)
     with caplog.at_level(logging.WARNING, logger="fusionml"):

@@ -244,8 +244,8 @@ def test_next_repeats_itself_until_something_is_told() -> None:
 
 
 def test_stopping_early_gives_an_answer_that_is_not_slower_than_stock() -> None:
-    for length in range(52):
-        for seed in range(5):
+    for length in range(0, 52, 2):
+        for seed in range(4):
             search = RatioSearch(rows=ROWS, boundary_seconds=M1.boundary)
             watch = Stopwatch(M1, ROWS, seed)
             for _ in range(length):

@@ -199,11 +199,11 @@ def test_every_situation_has_its_tests(number: int) -> None:
     assert tests, f"situation {number} ({what}) has no test"
     for test in tests:
         file, name = test.split(":")
-        there = tests_in(HERE / f"test_{file}.py")
+        there = defined_in(HERE / f"test_{file}.py")
         assert f"test_{name}" in there, f"situation {number} ({what}): test_{file}.py has no test_{name}"
 
 
-def tests_in(path: Path) -> set[str]:
+def defined_in(path: Path) -> set[str]:
     """The names of the tests of one file, without those that are skipped anywhere."""
     return {
         node.name

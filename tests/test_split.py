@@ -188,6 +188,23 @@ def test_the_first_rows_are_the_cpus() -> None:
     assert error(current, reference[96:]) < 1e-6
 
 
+@pytest.mark.parametrize("shape", [(320, K), (2, 160, K), (2, 2, 80, K), (320, 1, K)])
+def test_rows_are_counted_over_all_dimensions(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
+) -> None:
+    parts: list[tuple[int, ...]] = []
+    join = split.join
+
+    def spy(cpu: mx.array, current: mx.array, *rest: object) -> mx.array:
+        parts.extend([cpu.shape, current.shape])
+        return join(cpu, current, *rest)
+
+    monkeypatch.setattr(split, "join", spy)
+    x, weight, _ = data(shape, mx.float32, False)
+    assert split_linear(x, weight, ratio=0.3).shape == (*shape[:-1], N)
+    assert parts == [(96, N), (224, N)]
+
+
 # The streams: evaluating an operation that is on a stream of a thread that is gone fails, and only then.
 
 

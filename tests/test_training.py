@@ -162,6 +162,7 @@ def test_four_steps_of_fine_tuning_give_the_same_losses(
     assert len(set(truth.train)) == 4
     assert ours.train == truth.train
     assert split_calls() == 0
+    assert fusionml.status()["reasons"]["in training"] > 0
     assert our_adapters.keys() == truth_adapters.keys()
     assert all(bool(mx.array_equal(our_adapters[name], truth_adapters[name])) for name in truth_adapters)
     # And what was trained still splits its prompts.
@@ -223,6 +224,7 @@ def test_gradients_of_a_model_in_eval_mode(checkpointed: bool, compiled: bool, p
     ours, model = four_steps(patched=True)
     assert len(set(truth)) == 4
     np.testing.assert_allclose(ours, truth, rtol=1e-5)
+    assert fusionml.status()["reasons"]["under a trace"] > 0
     # Nothing is left behind that keeps the next prompt from splitting.
     before = split_calls()
     answer(model, PROMPT)
