@@ -9,23 +9,22 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import split
+from . import machine, pressure, split
 from .known import KnownModels, Layer
 from .measure import relative_error
 from .ratios import Choice, Probe, RatioSearch, Site, bucket
-from .session import entry_of
+from .session import BUSY, entry_of
 from .table import RatioTable
 
-DEFAULT_ROWS = (512, 1024, 2048)
-"""Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
 LEAST_ROWS = 16
+LISTEN_SECONDS = 0.5
 CACHE_BYTES = 256 * 2**20
 """Weights are taken in turn from so many bytes of layers, more than a last-level cache holds."""
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
@@ -79,8 +78,12 @@ def dtype_name(dtype: mx.Dtype) -> str:
 # --- what to measure
 
 
-def shapes(model: nn.Module) -> list[Shape]:
+def shapes(model: nn.Module, dtype: mx.Dtype | None = None) -> list[Shape]:
     """The shapes of `model` that may split, the one with the most arithmetic first.
+
+    Args:
+        model: an MLX-LM model.
+        dtype: the type to take its weights for, None for their own.
 
     Raises:
         NothingToCalibrateError: there is none.
@@ -93,7 +96,7 @@ def shapes(model: nn.Module) -> list[Shape]:
     for layer in layers:
         module = layer.ref()
         if layer.reason is None and module is not None:
-            key = (layer.kind, module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
+            key = (layer.kind, dtype or module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
             shape = found.setdefault(key, Shape(*key))
             shape.layers.append(module)
             shape.boundaries += 1 / sharing.get(id(module), 1)
@@ -167,16 +170,15 @@ class Bench:
         shape: what is timed; its layers' weights are used in turn.
         rows: rows of the whole call.
         cpu_dtype: `native` or `float32`, of the CPU part.
-        random_weights: make weights of the shape instead of reading the layers'.
+        made_up: make weights of the shape, of this type, instead of reading the layers'.
     """
 
-    def __init__(self, shape: Shape, rows: int, cpu_dtype: str, random_weights: bool) -> None:
+    def __init__(self, shape: Shape, rows: int, cpu_dtype: str, made_up: mx.Dtype | None) -> None:
         self.rows, self.cpu_dtype = rows, cpu_dtype
         size = shape.inputs * shape.outputs * shape.dtype.size
         most = max(2, -(-CACHE_BYTES // size))
         self.weights = [
-            _parameters(shape, module, random_weights)
-            for module in shape.layers[: min(most, len(shape.layers))]
+            _parameters(shape, module, made_up) for module in shape.layers[: min(most, len(shape.layers))]
         ]
         self.x = mx.random.normal((rows, shape.inputs), key=mx.random.key(0)).astype(shape.dtype)
         mx.eval(self.x, [a for pair in self.weights for a in pair if a is not None])
@@ -208,8 +210,10 @@ class Bench:
         return relative_error(*wide)
 
 
-def _parameters(shape: Shape, module: nn.Module, made_up: bool) -> tuple[mx.array, mx.array | None]:
-    if not made_up:
+def _parameters(
+    shape: Shape, module: nn.Module, made_up: mx.Dtype | None
+) -> tuple[mx.array, mx.array | None]:
+    if made_up is None:
         return module["weight"], module.get("bias")
     scale = shape.inputs**-0.5
     weight = (mx.random.normal((shape.outputs, shape.inputs)) * scale).astype(shape.dtype)
@@ -238,14 +242,14 @@ def search_site(
     boundary: float,
     cpu_dtype: str = "auto",
     grid: Sequence[float] | None = None,
-    random_weights: bool = False,
+    made_up: mx.Dtype | None = None,
 ) -> Outcome:
     """The best share of one site within `seconds`, over all CPU types that are safe."""
     started, found, unfinished = time.perf_counter(), [], None
     charge = boundary * shape.boundaries / len(shape.layers)
     names = cpu_dtypes(cpu_dtype, shape.dtype)
     for number, name in enumerate(names, 1):
-        bench = Bench(shape, rows, name, random_weights)
+        bench = Bench(shape, rows, name, made_up)
         search = RatioSearch(
             rows=rows,
             max_ratio=split.max_ratio(),
@@ -293,12 +297,12 @@ def _verified(
 def calibrate(
     model: nn.Module,
     *,
-    rows: Sequence[int] = DEFAULT_ROWS,
+    rows: Sequence[int],
     budget: float = 60.0,
     table: RatioTable | None = None,
     cpu_dtype: str = "auto",
     grid: Sequence[float] | None = None,
-    random_weights: bool = False,
+    made_up: mx.Dtype | None = None,
     progress: Callable[[str, float, float], None] = lambda what, spent, budget: None,
 ) -> list[Outcome]:
     """Measure every site of `model` and put what was found into `table`.
@@ -313,7 +317,7 @@ def calibrate(
         table: what to fill and save; None only measures.
         cpu_dtype: the setting of that name.
         grid: candidate ratios instead of the search's own, to repeat the paper.
-        random_weights: use made-up weights of the model's shapes instead of its own.
+        made_up: use made-up weights of this type instead of the model's own.
         progress: told (site, seconds spent, budget).
 
     Raises:
@@ -323,7 +327,9 @@ def calibrate(
     check_options(rows, budget)
     started = time.perf_counter()
     boundary = boundary_seconds()
-    jobs = sorted(((shape, n) for shape in shapes(model) for n in set(rows)), key=_work, reverse=True)
+    jobs = sorted(
+        ((shape, n) for shape in shapes(model, made_up) for n in set(rows)), key=_work, reverse=True
+    )
     outcomes: list[Outcome] = []
     left = sum(_work(job) for job in jobs)
     for job in jobs:
@@ -340,7 +346,7 @@ def calibrate(
             boundary=boundary,
             cpu_dtype=cpu_dtype,
             grid=grid,
-            random_weights=random_weights,
+            made_up=made_up,
         )
         outcomes.append(outcome)
         if table is not None and outcome.choice is not None:
@@ -365,3 +371,63 @@ def check_options(rows: Sequence[int], budget: float) -> None:
 
 def _work(job: tuple[Shape, int]) -> int:
     return job[0].work * job[1]
+
+
+def why_not() -> list[str]:
+    """Reasons not to measure now, a phrase each: battery, low power, short memory, a busy machine."""
+    reasons = machine.why_not_measurable(None)
+    level = pressure.read().level
+    if level in ("warning", "critical"):
+        reasons.append(f"memory pressure is {level}")
+    others = machine.OtherLoad()
+    time.sleep(LISTEN_SECONDS)
+    if others.share() > BUSY:
+        reasons.append(f"other programs use {others.share():.0%} of the CPU, more than {BUSY:.0%}")
+    return reasons
+
+
+# --- telling
+
+
+def as_dict(outcome: Outcome) -> dict[str, Any]:
+    """An outcome as plain data."""
+    return {**asdict(outcome), "site": outcome.site.key()}
+
+
+def render(outcomes: Sequence[Outcome]) -> str:
+    """The outcomes as a table for people."""
+    head = f"{'site':54}{'CPU share':>10}{'in':>9}{'gain':>7}{'stock':>11}{'split':>11}  why"
+    return "\n".join([head, *map(_line, outcomes)])
+
+
+def _line(outcome: Outcome) -> str:
+    choice = outcome.choice
+    if choice is None:
+        return f"{outcome.site.key():54}{'-':>10}{'':38}  left out: {outcome.left_out}"
+    why = choice.reason if outcome.left_out is None else f"{choice.reason} ({outcome.left_out})"
+    return (
+        f"{outcome.site.key():54}{choice.ratio:>10.2f}{outcome.cpu_dtype:>9}{choice.gain:>7.0%}"
+        f"{_milliseconds(choice.stock_seconds):>11}{_milliseconds(choice.seconds):>11}  {why}"
+    )
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.2f} ms"
+
+
+def render_table(table: RatioTable) -> str:
+    """What a table holds for this machine as it is now."""
+    lines = [f"{table.path}: {len(table)} sites" + (f"; {table.ignored}" if table.ignored else "")]
+    for site, entry in table.entries().items():
+        spread = "unknown" if entry.spread is None else f"{entry.spread:.1%}"
+        lines.append(
+            f"{site.key():54} CPU share {entry.ratio:.2f} in {entry.cpu_dtype}, gain {entry.gain:.0%}, "
+            f"{entry.samples} samples, spread {spread}, on {entry.power or 'unknown power'}, {entry.when}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    from .cli import main
+
+    sys.exit(main(["calibrate", *sys.argv[1:]]))

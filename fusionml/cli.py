@@ -1,4 +1,4 @@
-"""The commands: `python -m fusionml {run,compare}`, and the console script `fusionml`."""
+"""The commands: `python -m fusionml {run,compare,calibrate,doctor}`, and the console script `fusionml`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import __version__
-from .settings import BOUNDARIES, CPU_DTYPES, GATES, home
+from .loading import UsageError
+from .settings import BOUNDARIES, CPU_DTYPES, GATES, check_ratio
 
+DEFAULT_ROWS = (512, 1024, 2048)
+"""Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
 SHORTEST_PROMPT = 2
 """Tokens: one for a chunk of prefill and the last, which MLX-LM runs alone."""
-
-
-class UsageError(Exception):
-    """Wrong use, told in one line; exit status 2."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +44,8 @@ def _parser() -> Parser:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="name", required=True)
     _add_compare(commands.add_parser("compare", help="stock and patched side by side on one model"))
+    _add_calibrate(commands.add_parser("calibrate", help="measure the best CPU share of a model's layers"))
+    _add_doctor(commands.add_parser("doctor", help="is it on, for which layers, and why not for the others"))
     _add_run(commands.add_parser("run", help="run a module or a script patched"))
     return parser
 
@@ -78,12 +79,13 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=int, default=64, help="tokens of each answer (default: 64)")
     parser.add_argument("--runs", type=int, default=2, help="runs of each arm at each length (default: 2)")
     parser.add_argument("--json", metavar="FILE", help="write every sample and the environment here")
+    parser.add_argument("--calibrate", action="store_true", help="measure the model's ratios first")
     _add_settings(parser)
     parser.set_defaults(command=_compare)
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from . import machine
+    from . import loading, machine
     from .compare import compare, render
     from .patching import patched
 
@@ -91,9 +93,11 @@ def _compare(args: argparse.Namespace) -> int:
     _check_compare(args)
     source = None if args.prompt_file is None else _read(args.prompt_file)
     with patched(**settings, enabled=True):
-        model, tokenizer, config, name = _load(args.model)
-    context = _context(config)
+        model, tokenizer, config, name = loading.load(args.model)
+    context = loading.context(config)
     _check_context(args, context)
+    if args.calibrate:
+        _measure(model, name, args, rows=args.prompt_tokens or DEFAULT_ROWS)
     print(f"{name}: stock against patched, {args.runs} runs each, A-B-B-A, greedy", file=sys.stderr)
     result = compare(
         model,
@@ -153,61 +157,143 @@ def _read(path: str) -> str:
     return content
 
 
-def _load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
-    """Model, tokenizer, config and name; refused before its weights are read when they do not fit."""
-    import mlx.core as mx
-    import psutil
-    from mlx.utils import tree_flatten
-    from mlx_lm import load
-
-    path = _demo() if model is None else model
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).expanduser().is_dir():
-        raise UsageError(f"--model {path}: there is no such folder")
-    try:
-        loaded, tokenizer, config = load(str(Path(path).expanduser()), lazy=True, return_config=True)
-    except Exception as error:
-        first = str(error).strip().splitlines() or [type(error).__name__]
-        raise UsageError(f"--model {path} cannot be loaded: {first[0]}") from None
-    needed = sum(array.nbytes for _, array in tree_flatten(loaded.parameters()))
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise UsageError(f"--model {path} needs {needed / 2**30:.1f} GiB; {free / 2**30:.1f} GiB are free")
-    mx.eval(loaded.parameters())
-    return loaded, tokenizer, config, "demo" if model is None else Path(path).resolve().name
-
-
-def _demo() -> str:
-    from .demo import demo_checkpoint
-
-    try:
-        return str(demo_checkpoint(home()))
-    except OSError as error:
-        where = f"FUSIONML_HOME {home()} cannot be written: {error.strerror}"
-        raise UsageError(f"{where}; set it to another folder, or give --model") from None
-
-
-def _context(config: dict[str, Any]) -> int | None:
-    for part in (config, config.get("text_config") or {}):
-        for key in ("max_position_embeddings", "n_positions"):
-            if isinstance(part.get(key), int):
-                return int(part[key])
-    return None
-
-
 def _progress(label: str) -> Any:
     """A bar on stderr where it is a terminal."""
     from tqdm import tqdm
 
     bar = tqdm(desc=label, disable=None, leave=False)
 
-    def tell(done: int, total: int) -> None:
+    def tell(done: float, total: float, what: str = "") -> None:
+        bar.set_postfix_str(what, refresh=False)
         bar.total = total
         bar.update(done - bar.n)
         if done == total:
             bar.close()
 
     return tell
+
+
+def _add_calibrate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder or hub id (default: a small one made on the spot)")
+    parser.add_argument("--config", help="a config.json: measures its shapes with made-up weights")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help=f"rows of a call (default: {_list(DEFAULT_ROWS)})"
+    )
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default: 60)")
+    parser.add_argument(
+        "--grid", type=float, nargs="*", help="only these CPU shares; alone, the paper's 0 to 0.5 by 0.1"
+    )
+    parser.add_argument("--cpu-dtype", help=f"{', '.join(CPU_DTYPES)} (default: auto, both where safe)")
+    parser.add_argument("--table", help="path of the ratio table")
+    parser.add_argument("--show", action="store_true", help="print the table and measure nothing")
+    parser.add_argument("--clear", action="store_true", help="forget the table and measure nothing")
+    parser.add_argument("--force", action="store_true", help="measure on a battery or a busy machine too")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON")
+    parser.set_defaults(command=_calibrate, ratio=None, min_rows=None, boundary=None, gate=None)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from . import calibrate, loading, machine, session
+
+    settings = _settings(args)
+    grid = _grid(args.grid)
+    if args.model is not None and args.config is not None:
+        raise UsageError("--model and --config exclude each other; a config needs no model")
+    if args.show or args.clear:
+        return _show_or_clear(args)
+    rows = args.rows or DEFAULT_ROWS
+    try:
+        calibrate.check_options(rows, args.budget)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from None
+    made_up = None
+    if args.config is not None:
+        model, made_up, name = loading.from_config(args.config)
+    else:
+        model, _, _, name = loading.load(args.model)
+    outcomes = _measure(model, name, args, rows=rows, grid=grid, made_up=made_up, settings=settings)
+    if args.json:
+        table = session.open_table(settings["table"]).path
+        answer = {"model": name, "table": table, "environment": machine.stamp()}
+        print(json.dumps({**answer, "sites": [calibrate.as_dict(o) for o in outcomes]}, indent=1))
+    else:
+        print(calibrate.render(outcomes))
+    return 0
+
+
+def _measure(model: Any, name: str, args: argparse.Namespace, **options: Any) -> list[Any]:
+    """Calibrate, refusing where what is measured would not hold tomorrow."""
+    from . import calibrate, session
+
+    settings = options.pop("settings", None) or _settings(args)
+    refused = [] if getattr(args, "force", False) else calibrate.why_not()
+    if refused:
+        raise UsageError(f"not now: {'; '.join(refused)} (--force measures all the same)")
+    table = session.open_table(settings["table"])
+    print(f"{name}: measuring into {table.path}", file=sys.stderr)
+    tell = _progress("calibrate")
+    try:
+        return calibrate.calibrate(
+            model,
+            budget=getattr(args, "budget", 60.0),
+            table=table,
+            cpu_dtype=settings["cpu_dtype"] or "auto",
+            progress=lambda what, spent, budget: tell(min(spent, budget), budget, what),
+            **options,
+        )
+    except calibrate.NothingToCalibrateError as error:
+        raise UsageError(f"{name} has nothing to calibrate: {error}") from None
+    except OSError as error:
+        raise UsageError(f"--table {table.path} cannot be written: {error.strerror or error}") from None
+
+
+def _grid(given: list[float] | None) -> list[float] | None:
+    """The candidates of `--grid`; without numbers, the paper's."""
+    from . import ratios, split
+
+    if given is None:
+        return None
+    for ratio in given:
+        try:
+            check_ratio(ratio, split.max_ratio(), "--grid")
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    return list(given or ratios.PAPER_GRID)
+
+
+def _show_or_clear(args: argparse.Namespace) -> int:
+    from . import calibrate, session
+
+    table = session.open_table(_settings(args)["table"])
+    if args.clear:
+        table.clear()
+        print(f"forgot {table.path}", file=sys.stderr)
+        return 0
+    print(calibrate.render_table(table))
+    return 0
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="folder or hub id: say it for the layers of this model")
+    parser.add_argument("--json", action="store_true", help="print the answer as JSON, for a bug report")
+    parser.set_defaults(command=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from . import doctor, loading
+    from .patching import patched
+
+    with patched():
+        model, name = None, None
+        if args.model is not None:
+            model, _, _, name = loading.load(args.model)
+        report = doctor.examine(model, name)
+    print(json.dumps(report, indent=1) if args.json else doctor.render(report))
+    return 0 if report["on"] else 1
+
+
+def _list(numbers: Any) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:

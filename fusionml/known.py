@@ -22,6 +22,8 @@ log = logging.getLogger("fusionml")
 MIN_WIDTH = 128
 """Layers narrower than this on either side (routers, gates) have too little arithmetic to share."""
 
+EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
+
 UNKNOWN = "not of a known model"
 NARROW = f"narrower than {MIN_WIDTH}"
 QUANTIZED = "quantised: not split yet"
@@ -140,7 +142,7 @@ class KnownModels:
 def _is_matrix(module: nn.Module) -> bool:
     """Whether a module of its own multiplies its input by a matrix of its own."""
     weight = module.get("weight")
-    return isinstance(weight, mx.array) and weight.ndim >= 2 and not isinstance(module, nn.Embedding)
+    return isinstance(weight, mx.array) and weight.ndim >= 2 and not isinstance(module, EMBEDDINGS)
 
 
 def _describe(module: nn.Module, ref: weakref.ref[nn.Module]) -> Layer:

@@ -108,13 +108,15 @@ def identity() -> dict[str, Any]:
 
 def stamp() -> dict[str, Any]:
     """Everything that a result carries: `identity()`, versions, the process, `conditions()`. JSON-able."""
+    from . import __version__
+
     return {
         **identity(),
         "cores_by_kind": core_kinds(sysctl),
         "backend": backend(),
         "python": platform.python_version(),
         "mlx_lm": _version("mlx-lm"),
-        "fusionml": _version("fusionml"),
+        "fusionml": __version__,
         "commit": git_commit(Path(__file__).parent),
         "scheduling": attempt(_scheduling),
         "nice": attempt(lambda: os.getpriority(os.PRIO_PROCESS, 0)),

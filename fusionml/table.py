@@ -29,8 +29,9 @@ LARGEST_FILE = 16 * 2**20
 """Bytes; a table of ten thousand sites has four million."""
 MOST_SECTIONS = 32
 """States of one machine that a file remembers; the ones measured longest ago go first."""
-FINGERPRINT_FACTOR = 1.5
-"""Rates of one math library differ less than this between two readings, those of two libraries more."""
+FINGERPRINT_FACTOR = 3.0
+"""Rates of one math library differ less than this between two readings, also on a busy machine; those of two
+libraries more."""
 
 
 # --- entries ----------------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ class RatioTable:
         """The table in the file, for this state of the machine; empty where the file holds nothing for it.
 
         machine: anything that JSON can hold; equal means the same state. fingerprint: rates of the CPU math
-        library, compared within a factor of 1.5; None is not compared. Never raises for what the file is:
+        library, compared within a factor of 3; None is not compared. Never raises for what the file is:
         contents that are no table are set aside as `PATH.bad`, and whatever else is wrong is one warning.
         A machine or fingerprint that is none is a ValueError.
         """
