@@ -376,6 +376,21 @@ def test_switched_off_while_patched(patch: Callable[..., None]) -> None:
     assert splits(model)
 
 
+def test_another_ratio_holds_from_the_next_call_on(
+    patch: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = split.run_linear
+    monkeypatch.setattr(
+        split, "run_linear", lambda x, w, b, m, *rest: (seen.append(m), real(x, w, b, m, *rest))[1]
+    )
+    model = pair()
+    for ratio in (0.5, 0.25, 0):
+        patch(model, min_rows=32, ratio=ratio)
+        model.up(x(1, 512, 128))
+    assert seen == [256, 128]
+
+
 @pytest.mark.parametrize("boundary", split.BOUNDARIES)
 @pytest.mark.parametrize("cpu_dtype", split.CPU_DTYPES)
 def test_the_settings_reach_the_split(
