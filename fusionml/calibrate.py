@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import machine, pressure, split
+from . import machine, patching, pressure, split
 from .known import KnownModels, Layer
 from .measure import relative_error
 from .ratios import Choice, Probe, RatioSearch, Site, bucket
@@ -353,6 +353,7 @@ def calibrate(
             table.put(outcome.site, entry_of(outcome.choice, outcome.rows, outcome.cpu_dtype))
             table.save()
     progress("done", time.perf_counter() - started, budget)
+    patching.session().forget_plans()  # what is patched already decides again, with what was found
     return outcomes
 
 

@@ -48,9 +48,19 @@ def replace_linear(session: Session, stock: Forward) -> Forward:
 
 def call_linear(session: Session, stock: Forward, layer: nn.Module, x: mx.array) -> mx.array:
     """A call that may be prefill: do what its site decides if everything allows it, else the original."""
-    if x.ndim < 2 or x.shape[-2] < 2 or x.size < session.settings.min_rows * x.shape[-1]:
+    shape = x.shape
+    if len(shape) < 2 or shape[-2] < 2 or x.size < session.settings.min_rows * shape[-1]:
+        return stock(layer, x)
+    # Standing down must cost nothing, also where a whole prompt takes a few milliseconds.
+    key = (shape, x.dtype, mx.default_device() == mx.gpu, session.epoch)
+    known = session.known.seen(layer)
+    standing = None if known is None else known.standing.get(key)
+    if known is not None and standing is not None:
+        session.count(STOCK, known, x.size // shape[-1], standing)
         return stock(layer, x)
     call = decide(session, layer, x)
+    if call.known.reason is not None or (call.control is not None and call.control.standing):
+        call.known.standing[key] = call.reason or ""
     out, reason = None, call.reason
     if reason is None:
         out, reason = (

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -42,6 +43,8 @@ class Layer:
     reason: str | None = UNKNOWN
     live: bool = True
     touched: bool = False
+    standing: dict[Any, str] = field(default_factory=dict)
+    """Why calls are stock until something changes, by their shape and what the decision rests on."""
     split_rows: int = 0
     stock_rows: int = 0
 
@@ -78,17 +81,19 @@ class KnownModels:
         with self._lock:
             return [model for ref, _ in self._models if (model := ref()) is not None]
 
+    def seen(self, layer: nn.Module) -> Layer | None:
+        """What is known of `layer` without looking anywhere: None if it was never looked for."""
+        found = self._layers.get(id(layer))
+        return found if found is not None and found.ref() is layer else None
+
     def find(self, layer: nn.Module) -> Layer:
         """What is known of `layer`; a layer never seen before makes us look at the known models again."""
-        found = self._layers.get(id(layer))
-        if found is not None and found.ref() is layer:
+        found = self.seen(layer)
+        if found is not None:
             return found
         with self._lock:
             self.scan()
-            found = self._layers.get(id(layer))
-            if found is None or found.ref() is not layer:
-                found = self._remember(layer, Layer(self._reference(layer)))
-            return found
+            return self.seen(layer) or self._remember(layer, Layer(self._reference(layer)))
 
     def scan(self) -> None:
         """Look at every known model again and remember its layers."""

@@ -31,14 +31,19 @@ BUSY = 0.15
 """Share of the CPU that other programs may use while something is learned for good."""
 
 
-def site_of(layer: Layer, dtype: mx.Dtype, rows: int) -> Site:
-    """The site of a call with `rows` rows.
+def bucket_of(rows: int) -> int:
+    """The bucket of a call with `rows` rows.
 
     MLX-LM holds the last token of a prompt back, so a prompt of 512 tokens arrives as 511 rows: it belongs to
     the bucket of 512.
     """
+    return bucket(rows + 1)
+
+
+def site_of(layer: Layer, dtype: mx.Dtype, rows: int) -> Site:
+    """The site of a call with `rows` rows."""
     name = str(dtype).rsplit(".", 1)[-1]
-    return Site(layer.kind, name, layer.inputs, layer.outputs, layer.bias, bucket(rows + 1))
+    return Site(layer.kind, name, layer.inputs, layer.outputs, layer.bias, bucket_of(rows))
 
 
 def open_table(path: str | None) -> RatioTable:
@@ -67,11 +72,13 @@ class Session:
     def __init__(self) -> None:
         self.settings = Settings(enabled=False)
         self.smallest = sys.maxsize
+        self.epoch = 0
+        """Grows whenever a decision that was final may have become another."""
         self.known = KnownModels()
         self.budget = split.StreamBudget()
         self.calls: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self._controls: dict[tuple[Site, str], SiteControl] = {}
+        self._controls: dict[tuple[Any, ...], SiteControl] = {}
         self._decided_with: Settings | None = None
         self._boundaries: dict[str, float] = {}
         self._short_since: float | None = None
@@ -89,21 +96,23 @@ class Session:
             if settings.enabled and settings != self._decided_with:
                 self._controls.clear()
                 self._decided_with = settings
+                self.epoch += 1
             self.settings = settings
             self.smallest = settings.min_rows * MIN_WIDTH if settings.enabled else sys.maxsize
 
     def control(self, layer: Layer, dtype: mx.Dtype, rows: int) -> SiteControl:
         """Who decides for the site that a call of `rows` rows belongs to; one log line when it is new."""
         backend = machine.backend()
-        key = (site_of(layer, dtype, rows), backend)
+        key = (layer.kind, layer.inputs, layer.outputs, layer.bias, dtype, bucket_of(rows), backend)
         control = self._controls.get(key)
         if control is None:
             with self._lock:
                 control = self._controls.get(key)
                 if control is None:
-                    control = self._controls[key] = self._new_control(key[0], dtype, backend)
+                    site = site_of(layer, dtype, rows)
+                    control = self._controls[key] = self._new_control(site, dtype, backend)
             plan = control.plan
-            log.info("%s: %s, CPU share %.2f: %s", key[0].key(), plan.arm, plan.ratio, plan.why)
+            log.info("%s: %s, CPU share %.2f: %s", control.name, plan.arm, plan.ratio, plan.why)
         return control
 
     def _new_control(self, site: Site, dtype: mx.Dtype, backend: str) -> SiteControl:
@@ -213,6 +222,7 @@ class Session:
         with self._lock:
             self._controls.clear()
             self._tables.clear()
+            self.epoch += 1
 
     def count(self, arm: str, layer: Layer, rows: int, reason: str | None = None) -> None:
         """One prefill-sized call went to `arm`."""
@@ -236,10 +246,7 @@ class Session:
         """Each site's state, by the site's key."""
         with self._lock:
             controls = dict(self._controls)
-        return {
-            site.key(): {**control.state(), "backend": backend}
-            for (site, backend), control in controls.items()
-        }
+        return {control.name: {**control.state(), "backend": key[-1]} for key, control in controls.items()}
 
     def learning(self) -> bool:
         """Whether any site is still finding out what is best for it."""

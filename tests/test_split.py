@@ -185,7 +185,9 @@ def test_the_first_rows_are_the_cpus() -> None:
     assert (cpu.shape, current.shape) == ((96, N), (224, N))
     reference = truth(x, weight, bias)
     assert error(cpu, reference[:96]) < 1e-6
-    assert error(current, reference[96:]) < 1e-6
+    # On a GPU float32 products may be rounded to tf32, stock's as well.
+    stock = mx.addmm(bias, x, weight.T)
+    assert error(current, reference[96:]) <= 2 * error(stock, reference) + 1e-6
 
 
 @pytest.mark.parametrize("shape", [(320, K), (2, 160, K), (2, 2, 80, K), (320, 1, K)])
