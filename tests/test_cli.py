@@ -16,7 +16,7 @@ import pytest
 from checkpoints import small_checkpoint
 
 import fusionml
-from fusionml import cli, machine, split
+from fusionml import cli, loading, machine, split
 from fusionml import compare as compare_module
 
 Main = Callable[..., tuple[int, str, str]]
@@ -154,7 +154,7 @@ def test_the_longest_prompt_that_fits_is_run(
     ],
 )
 def test_the_context_is_found_in_every_models_words(config: dict[str, Any], context: int | None) -> None:
-    assert cli._context(config) == context
+    assert loading.context(config) == context
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./none", "~/no such model"])
