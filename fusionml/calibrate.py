@@ -6,6 +6,7 @@ inputs, with the model's own weights, against the layer as MLX computes it.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -54,7 +55,8 @@ class Shape:
         return self.inputs * self.outputs * len(self.layers)
 
     def site(self, rows: int) -> Site:
-        return Site(self.kind, dtype_name(self.dtype), self.inputs, self.outputs, self.bias, bucket(rows))
+        """The site that calls of `rows` rows look up: see `session.site_of`."""
+        return Site(self.kind, dtype_name(self.dtype), self.inputs, self.outputs, self.bias, bucket(rows + 1))
 
 
 @dataclass(frozen=True)
@@ -91,15 +93,16 @@ def shapes(model: nn.Module, dtype: mx.Dtype | None = None) -> list[Shape]:
     known = KnownModels()
     known.add(model, from_loader=True)
     layers = known.layers()
-    sharing = _sharing(model)
+    splitting = [
+        (layer, module) for layer in layers if layer.reason is None and (module := layer.ref()) is not None
+    ]
+    sharing = _sharing(model, {id(module) for _, module in splitting})
     found: dict[tuple[Any, ...], Shape] = {}
-    for layer in layers:
-        module = layer.ref()
-        if layer.reason is None and module is not None:
-            key = (layer.kind, dtype or module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
-            shape = found.setdefault(key, Shape(*key))
-            shape.layers.append(module)
-            shape.boundaries += 1 / sharing.get(id(module), 1)
+    for layer, module in splitting:
+        key = (layer.kind, dtype or module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
+        shape = found.setdefault(key, Shape(*key))
+        shape.layers.append(module)
+        shape.boundaries += 1 / sharing.get(id(module), 1)
     if not found:
         raise NothingToCalibrateError(_why_nothing(layers))
     return sorted(found.values(), key=lambda shape: shape.work, reverse=True)
@@ -115,8 +118,8 @@ def _why_nothing(layers: Iterable[Layer]) -> str:
     )
 
 
-def _sharing(model: nn.Module) -> dict[int, int]:
-    """How many layers are called with the very input of each layer: they share one boundary.
+def _sharing(model: nn.Module, splitting: set[int]) -> dict[int, int]:
+    """How many of the layers in `splitting` get the very input of each of them: they share one boundary.
 
     Seen by building the graph of a two-token prompt, which computes nothing. Empty where the model cannot
     be called so, and then every layer is charged with a boundary of its own.
@@ -125,7 +128,8 @@ def _sharing(model: nn.Module) -> dict[int, int]:
     stock = nn.Linear.__call__
 
     def seen(self: nn.Module, x: mx.array) -> mx.array:
-        inputs.setdefault(id(x), (x, []))[1].append(id(self))
+        if id(self) in splitting:
+            inputs.setdefault(id(x), (x, []))[1].append(id(self))
         return stock(self, x)
 
     nn.Linear.__call__ = seen
@@ -244,30 +248,45 @@ def search_site(
     grid: Sequence[float] | None = None,
     made_up: mx.Dtype | None = None,
 ) -> Outcome:
-    """The best share of one site within `seconds`, over all CPU types that are safe."""
-    started, found, unfinished = time.perf_counter(), [], None
+    """The best share of one site within `seconds`, over all CPU types that are safe.
+
+    What could not be finished counts only if it was measured to be faster than stock. A split that computes
+    something else is passed over for the next best.
+    """
+    started, found, left_out = time.perf_counter(), [], None
     charge = boundary * shape.boundaries / len(shape.layers)
     names = cpu_dtypes(cpu_dtype, shape.dtype)
     for number, name in enumerate(names, 1):
+        deadline = started + seconds * number / len(names)
+        if time.perf_counter() >= deadline:
+            left_out = left_out or "out of time before anything was timed"
+            continue
         bench = Bench(shape, rows, name, made_up)
-        search = RatioSearch(
-            rows=rows,
-            max_ratio=split.max_ratio(),
-            grid=grid,
-            boundary_seconds=charge,
-            multiple=split.row_multiple(rows),
-        )
+        search = _search(rows, charge, grid)
         bench.seconds(Probe("stock"))  # the first touch of anything never counts
-        if not _drive(search, bench, started + seconds * number / len(names)):
-            unfinished = f"out of time after {search.stop_early().samples} samples"
-        choice = search.best_so_far()
-        if choice.seconds is not None:
-            found.append((choice.seconds, choice, name, bench))
-    spent = time.perf_counter() - started
-    if not found or (unfinished and all(choice.ratio == 0 for _, choice, _, _ in found)):
-        return Outcome(shape.site(rows), rows, None, names[0], spent, None, unfinished)
-    _, choice, name, bench = min(found, key=lambda item: item[0])
-    return _verified(shape.site(rows), choice, name, bench, spent, unfinished)
+        finished = _drive(search, bench, deadline)
+        choice = search.result() if finished else search.stop_early()
+        if choice.ratio > 0 or (finished and choice.seconds is not None):
+            found.append((choice, name, bench))
+        if not finished or choice.seconds is None:
+            left_out = choice.reason if finished else f"out of time after {choice.samples} samples"
+    spent, wrong = time.perf_counter() - started, None
+    for choice, name, bench in sorted(found, key=lambda item: item[0].seconds or 0.0):
+        outcome = _verified(shape.site(rows), choice, name, bench, spent, left_out)
+        if outcome.choice is not None:
+            return outcome
+        wrong = wrong or outcome
+    return wrong or Outcome(shape.site(rows), rows, None, names[0], spent, None, left_out)
+
+
+def _search(rows: int, charge: float, grid: Sequence[float] | None) -> RatioSearch:
+    return RatioSearch(
+        rows=rows,
+        max_ratio=split.max_ratio(),
+        grid=grid,
+        boundary_seconds=charge,
+        multiple=split.row_multiple(rows),
+    )
 
 
 def _drive(search: RatioSearch, bench: Bench, deadline: float) -> bool:
@@ -323,13 +342,16 @@ def calibrate(
     Raises:
         ValueError: rows below 16, or a budget that is not positive.
         NothingToCalibrateError: no layer may split.
+        OSError: the table cannot be written, which is found before anything is measured.
     """
     check_options(rows, budget)
     started = time.perf_counter()
-    boundary = boundary_seconds()
     jobs = sorted(
         ((shape, n) for shape in shapes(model, made_up) for n in set(rows)), key=_work, reverse=True
     )
+    if table is not None:
+        table.save()
+    boundary = boundary_seconds()
     outcomes: list[Outcome] = []
     left = sum(_work(job) for job in jobs)
     for job in jobs:
@@ -391,8 +413,9 @@ def why_not() -> list[str]:
 
 
 def as_dict(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as plain data."""
-    return {**asdict(outcome), "site": outcome.site.key()}
+    """An outcome as plain data; an error that is no number is None, which JSON can hold."""
+    error = outcome.error if outcome.error is not None and math.isfinite(outcome.error) else None
+    return {**asdict(outcome), "site": outcome.site.key(), "error": error}
 
 
 def render(outcomes: Sequence[Outcome]) -> str:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
 from .loading import UsageError
-from .settings import BOUNDARIES, CPU_DTYPES, GATES, check_ratio
+from .settings import BOUNDARIES, CPU_DTYPES, GATES, Settings, check_ratio
+
+if TYPE_CHECKING:
+    from .table import RatioTable
 
 DEFAULT_ROWS = (512, 1024, 2048)
 """Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
+CHUNK = 2048
+"""Rows of MLX-LM's usual chunk."""
 DEMO_BUDGET = 16.0
 """Seconds to calibrate the small model in."""
 SHORTEST_PROMPT = 2
@@ -63,15 +69,29 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """The settings given on the command line, checked."""
+    given = {n: getattr(args, n) for n in ("ratio", "min_rows", "boundary", "cpu_dtype", "gate", "table")}
+    _resolved(given)
+    return given
+
+
+def _resolved(given: dict[str, Any]) -> Settings:
+    """All settings: those given, else the environment's, else the defaults."""
     from . import split
     from .settings import resolve
 
-    given = {n: getattr(args, n) for n in ("ratio", "min_rows", "boundary", "cpu_dtype", "gate", "table")}
     try:
-        resolve(given, max_ratio=split.max_ratio())
+        return resolve(given, max_ratio=split.max_ratio())
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return given
+
+
+def _table(settings: Settings) -> RatioTable:
+    """The ratio table that `patch()` would use, whether or not there is one yet."""
+    from .session import open_table
+
+    if settings.table is not None and Path(settings.table).is_dir():
+        raise UsageError(f"--table {settings.table} is a folder, not a file")
+    return open_table(settings.table)
 
 
 def _add_compare(parser: argparse.ArgumentParser) -> None:
@@ -98,10 +118,11 @@ def _compare(args: argparse.Namespace) -> int:
         model, tokenizer, config, name = loading.load(args.model)
     context = loading.context(config)
     _check_context(args, context)
+    rows = DEFAULT_ROWS if args.prompt_tokens is None else _rows_of(args.prompt_tokens)
     # The small model has too few layers to learn from a prompt or two, as a real one does.
-    if args.calibrate or args.model is None:
+    if rows and (args.calibrate or args.model is None):
         args.force, args.budget = not args.calibrate, DEMO_BUDGET if args.model is None else 60.0
-        _measure(model, name, args, rows=args.prompt_tokens or DEFAULT_ROWS)
+        _measure(model, name, args, _table(_resolved(settings)), rows=rows)
     print(f"{name}: stock against patched, {args.runs} runs each, A-B-B-A, greedy", file=sys.stderr)
     result = compare(
         model,
@@ -119,6 +140,17 @@ def _compare(args: argparse.Namespace) -> int:
         result = {"model": name, "arguments": settings, "environment": machine.stamp(), **result}
         return _write(args.json, json.dumps(result, indent=1) + "\n")
     return 0
+
+
+def _rows_of(lengths: list[int]) -> tuple[int, ...]:
+    """Rows of the calls worth measuring that prompts of so many tokens make.
+
+    MLX-LM runs the last token alone, and a long prompt in chunks.
+    """
+    from .calibrate import LEAST_ROWS
+
+    rows = {min(length - 1, CHUNK) for length in lengths}
+    return tuple(sorted(n for n in rows if n >= LEAST_ROWS))
 
 
 def _check_compare(args: argparse.Namespace) -> None:
@@ -197,14 +229,14 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from . import calibrate, loading, machine, session
+    from . import calibrate, loading, machine
 
-    settings = _settings(args)
+    settings = _resolved(_settings(args))
     grid = _grid(args.grid)
     if args.model is not None and args.config is not None:
         raise UsageError("--model and --config exclude each other; a config needs no model")
     if args.show or args.clear:
-        return _show_or_clear(args)
+        return _show_or_clear(_table(settings), args)
     rows = args.rows or DEFAULT_ROWS
     try:
         calibrate.check_options(rows, args.budget)
@@ -215,40 +247,46 @@ def _calibrate(args: argparse.Namespace) -> int:
         model, made_up, name = loading.from_config(args.config)
     else:
         model, _, _, name = loading.load(args.model)
-    outcomes = _measure(model, name, args, rows=rows, grid=grid, made_up=made_up, settings=settings)
+    table = _table(settings)
+    outcomes = _measure(model, name, args, table, rows=rows, grid=grid, made_up=made_up)
     if args.json:
-        table = session.open_table(settings["table"]).path
-        answer = {"model": name, "table": table, "environment": machine.stamp()}
+        answer = {"model": name, "table": table.path, "environment": machine.stamp()}
         print(json.dumps({**answer, "sites": [calibrate.as_dict(o) for o in outcomes]}, indent=1))
     else:
         print(calibrate.render(outcomes))
     return 0
 
 
-def _measure(model: Any, name: str, args: argparse.Namespace, **options: Any) -> list[Any]:
+def _measure(model: Any, name: str, args: argparse.Namespace, table: RatioTable, **options: Any) -> list[Any]:
     """Calibrate, refusing where what is measured would not hold tomorrow."""
-    from . import calibrate, session
+    from . import calibrate
 
-    settings = options.pop("settings", None) or _settings(args)
     refused = [] if getattr(args, "force", False) else calibrate.why_not()
     if refused:
         raise UsageError(f"not now: {'; '.join(refused)} (--force measures all the same)")
-    table = session.open_table(settings["table"])
-    print(f"{name}: measuring into {table.path}", file=sys.stderr)
-    tell = _progress("calibrate")
+    bar = _progress("calibrate")
+
+    def tell(what: str, spent: float, budget: float) -> None:
+        bar(budget if what == "done" else min(spent, 0.99 * budget), budget, what)
+
     try:
-        return calibrate.calibrate(
+        outcomes = calibrate.calibrate(
             model,
             budget=getattr(args, "budget", 60.0),
             table=table,
-            cpu_dtype=settings["cpu_dtype"] or "auto",
-            progress=lambda what, spent, budget: tell(min(spent, budget), budget, what),
+            cpu_dtype=_resolved(_settings(args)).cpu_dtype,
+            progress=tell,
             **options,
         )
     except calibrate.NothingToCalibrateError as error:
         raise UsageError(f"{name} has nothing to calibrate: {error}") from None
     except OSError as error:
         raise UsageError(f"--table {table.path} cannot be written: {error.strerror or error}") from None
+    except KeyboardInterrupt:
+        print(f"fusionml {args.name}: interrupted; {table.path} holds {len(table)} sites", file=sys.stderr)
+        raise SystemExit(130) from None
+    print(f"{name}: measured into {table.path}", file=sys.stderr)
+    return outcomes
 
 
 def _grid(given: list[float] | None) -> list[float] | None:
@@ -265,15 +303,20 @@ def _grid(given: list[float] | None) -> list[float] | None:
     return list(given or ratios.PAPER_GRID)
 
 
-def _show_or_clear(args: argparse.Namespace) -> int:
-    from . import calibrate, session
+def _show_or_clear(table: RatioTable, args: argparse.Namespace) -> int:
+    from . import calibrate
 
-    table = session.open_table(_settings(args)["table"])
     if args.clear:
-        table.clear()
+        try:
+            table.clear()
+        except OSError as error:
+            raise UsageError(f"--table {table.path} cannot be written: {error.strerror or error}") from None
         print(f"forgot {table.path}", file=sys.stderr)
-        return 0
-    print(calibrate.render_table(table))
+    elif args.json:
+        entries = {site.key(): asdict(entry) for site, entry in table.entries().items()}
+        print(json.dumps({"table": table.path, "entries": entries, "ignored": table.ignored}, indent=1))
+    else:
+        print(calibrate.render_table(table))
     return 0
 
 

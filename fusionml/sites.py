@@ -14,6 +14,7 @@ from typing import Any
 
 from .gate import Gate
 from .plans import SPLIT, STOCK, Plan
+from .ratios import STOCK as STOCK_PROBE
 from .ratios import Choice, Probe, RatioSearch
 from .split import row_multiple
 
@@ -53,7 +54,7 @@ class Learning:
         self.spent = 0.0
         self.prompts = 0
         self._calls = 0
-        self._stock: float | None = None
+        self._solo_row = 0.0
         self._first: int | None = None
 
     def next(self, layer: int) -> Probe | None:
@@ -61,19 +62,19 @@ class Learning:
         self._calls += 1
         self._first = layer if self._first is None else self._first
         self.prompts += layer == self._first
-        probe = self.search.next()
-        if probe is None or self._cost(probe) + self.spent > LEARNING_SHARE * self._stock_time():
-            return None
-        return probe
+        probe, stock = self.search.next(), self._stock()
+        # Before anything was timed a first look is free: it is stock's own call.
+        if probe is None or stock is None:
+            return probe
+        cost = self._cost(probe, self._expected(probe))
+        return probe if self.spent + cost <= LEARNING_SHARE * self._calls * stock else None
 
     def tell(self, probe: Probe, seconds: float, rows: int) -> None:
         scaled = seconds if probe.kind == "solo" else seconds * self.rows / rows
         self.search.tell(probe, scaled)
-        if probe.kind == "stock":
-            self._stock = scaled
-            self.spent += self.boundary
-        else:
-            self.spent += scaled if probe.kind == "solo" else max(0.0, scaled - (self._stock or scaled))
+        self.spent += self._cost(probe, scaled)
+        if probe.kind == "solo":
+            self._solo_row = scaled / probe.cpu_rows
 
     @property
     def finished(self) -> bool:
@@ -84,20 +85,26 @@ class Learning:
         """At most so many prompts until the answer stands."""
         if self.finished:
             return 0
-        each = max(1, self._calls // max(1, self.prompts))
+        if not self.prompts:
+            return LEARNING_PROMPTS
+        each = max(1, self._calls // self.prompts)
         return max(1, LEARNING_PROMPTS - self.prompts, -(-self.search.samples_left // each))
 
-    def _cost(self, probe: Probe) -> float:
-        if probe.kind == "stock" or self._stock is None:
-            return self.boundary
-        expected = self.search.expected_seconds(probe)
-        if probe.kind == "solo":
-            return expected or 0.0  # the first one is what tells
-        return max(0.0, (expected or 0.0) - self._stock)
+    def _cost(self, probe: Probe, seconds: float) -> float:
+        """What timing `probe` costs over stock: the stopwatch's round trip, and what `seconds` exceed."""
+        if probe.kind == "split":
+            seconds = max(0.0, seconds + self.boundary - (self._stock() or seconds))
+        return self.boundary + (0.0 if probe.kind == "stock" else seconds)
 
-    def _stock_time(self) -> float:
-        # Before anything was timed a first look is free: it is stock's own call.
-        return float("inf") if self._stock is None else self._calls * self._stock
+    def _expected(self, probe: Probe) -> float:
+        """Seconds of a probe; of the first of the CPU alone nothing is known, it is what tells."""
+        known = self.search.expected_seconds(probe)
+        # Of more rows at most so much: the fewer there are, the more each of them costs.
+        return self._solo_row * probe.cpu_rows if known is None else known
+
+    def _stock(self) -> float | None:
+        """Stock's time for `rows` rows: a median, so that one outlier opens no purse."""
+        return self.search.expected_seconds(STOCK_PROBE)
 
 
 class SiteControl:
@@ -127,7 +134,9 @@ class SiteControl:
         self._lock = threading.Lock()
         self._learning: Learning | None = None
         self._gate: Gate | None = None
-        self._since, self._arm = _now(), plan.arm
+        self._meanwhile = Job(STOCK)
+        self._stood_down = False
+        self._since, self._arm = _now(), STOCK if learn is not None else plan.arm
         self._events: list[str] = []
         self._learning_spent = 0.0
         if policy != "off" and learn is None and plan.arm == SPLIT:
@@ -144,8 +153,9 @@ class SiteControl:
             timeable: False where a clean time cannot be had.
         """
         with self._lock:
+            self._stood_down = self._stood_down and pressure
             if self._learn is not None:
-                return self._learning_job(layer, rows, pressure or not timeable)
+                return self._learning_job(layer, rows, pressure, timeable)
             if self._gate is None:
                 return Job(self.plan.arm, self.plan.ratio)
             decision = self._gate.choose(fits, pressure, timeable)
@@ -173,6 +183,7 @@ class SiteControl:
         """Memory pressure lasts: stock until it is over."""
         with self._lock:
             if self._gate is not None:
+                self._stood_down = True
                 self._gate.stand_down(why)
 
     def drain(self) -> list[str]:
@@ -204,10 +215,11 @@ class SiteControl:
         """For people and JSON: arm, ratio, why, since when, and the gate's estimates."""
         with self._lock:
             gate = None if self._gate is None else self._gate.state()
-            arm = self.plan.arm if gate is None else gate["arm"]
+            now = Job(self.plan.arm if gate is None else gate["arm"], self.plan.ratio)
+            now = now if self._learn is None else self._meanwhile
             return {
-                "arm": STOCK if self._learn is not None else arm,
-                "ratio": self.plan.ratio if arm == SPLIT and self._learn is None else 0.0,
+                "arm": now.arm,
+                "ratio": now.ratio if now.arm == SPLIT else 0.0,
                 "cpu_dtype": self.plan.cpu_dtype,
                 "why": self._why() if gate is None else f"{self.plan.why}; gate: {gate['why']}",
                 "since": self._since,
@@ -216,7 +228,9 @@ class SiteControl:
 
     def stock_reason(self) -> str:
         """Why a call of this site is stock now, in words that many sites share."""
-        if self._learn is not None:
+        if self._stood_down:
+            return "stood down: memory is short"
+        if self.learning:
             return "still learning what is fastest"
         return self.plan.why if self._gate is None else "the gate found stock to be as fast"
 
@@ -226,22 +240,29 @@ class SiteControl:
         left = LEARNING_PROMPTS if self._learning is None else self._learning.prompts_left()
         return f"learning, {left} prompts left"
 
-    def _learning_job(self, layer: int, rows: int, blind: bool) -> Job:
+    def _learning_job(self, layer: int, rows: int, pressure: bool, timeable: bool) -> Job:
         assert self._learn is not None
         if self._learning is None:
             self._learning = self._learn(rows)
             self._events.append(f"learning on live prompts, at most {LEARNING_SHARE:.0%} of stock's time")
         learning = self._learning
-        probe = None if blind else learning.next(layer)
+        probe = learning.next(layer) if timeable and not pressure else None
         if learning.finished:
             self._finish(learning)
             return Job(self.plan.arm, self.plan.ratio)
         if probe is None:
-            best = learning.search.best_so_far() if learning.prompts > LEARNING_PROMPTS else None
-            return Job(SPLIT, best.ratio) if best is not None and best.ratio > 0 else Job(STOCK)
+            return self._do_meanwhile(learning, pressure)
         if probe.kind == "solo":
             return Job(STOCK, timed=True, solo=probe.cpu_rows, probe=probe)
         return Job(SPLIT if probe.ratio else STOCK, probe.ratio, True, probe=probe)
+
+    def _do_meanwhile(self, learning: Learning, pressure: bool) -> Job:
+        """Stock, or after the learning prompts the best so far; under pressure nothing that takes memory."""
+        late = learning.prompts > LEARNING_PROMPTS and not pressure
+        ratio = learning.search.best_so_far().ratio if late else 0.0
+        self._meanwhile = Job(SPLIT if ratio > 0 else STOCK, ratio)
+        self._note(self._meanwhile.arm)
+        return self._meanwhile
 
     def _finish(self, learning: Learning) -> None:
         choice = learning.search.result()
@@ -259,6 +280,8 @@ class SiteControl:
         self._gate = Gate((STOCK, SPLIT), policy=self._policy)
         if per_row is not None:
             self._gate.prior(dict(zip((STOCK, SPLIT), per_row, strict=True)))
+            if self._gate.arm == self.plan.arm:
+                self._gate.events.clear()  # it agrees: no decision of its own
         self._note(self._gate.arm)
 
     def _note(self, arm: str) -> None:
