@@ -330,7 +330,11 @@ def _doctor(args: argparse.Namespace) -> int:
     from . import doctor, loading
     from .patching import patched
 
-    with patched():
+    try:
+        context = patched()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    with context:
         model, name = None, None
         if args.model is not None:
             model, _, _, name = loading.load(args.model)

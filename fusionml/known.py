@@ -7,10 +7,11 @@ nothing here keeps a model alive.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +33,16 @@ NOT_UNDERSTOOD = "of a model whose structure is not understood"
 
 
 @dataclass
+class Standing:
+    """Why calls of one shape are stock, what that rests on, and how often it happened."""
+
+    reason: str
+    dtype: mx.Dtype
+    on_gpu: bool
+    calls: int = 0
+
+
+@dataclass
 class Layer:
     """What is known of one layer; `reason` is None where it may split."""
 
@@ -43,15 +54,24 @@ class Layer:
     reason: str | None = UNKNOWN
     live: bool = True
     touched: bool = False
-    standing: dict[Any, str] = field(default_factory=dict)
-    """Why calls are stock until something changes, by their shape and what the decision rests on."""
+    rows: int = 0
     split_rows: int = 0
-    stock_rows: int = 0
+    standing: dict[tuple[int, ...], Standing] = field(default_factory=dict)
+    """Calls that are stock until something changes, by the shape of their input."""
 
     @property
     def arithmetic(self) -> int:
         """Multiply-adds for one row."""
         return self.inputs * self.outputs
+
+
+class Stood(NamedTuple):
+    """Calls of one layer that stood down: why, how many, and their rows in all."""
+
+    layer: Layer
+    reason: str
+    calls: int
+    rows: int
 
 
 class KnownModels:
@@ -61,6 +81,7 @@ class KnownModels:
         self._lock = threading.RLock()
         self._models: list[tuple[weakref.ref[nn.Module], bool]] = []
         self._layers: dict[int, Layer] = {}
+        self._stood: list[Stood] = []
 
     def add(self, model: nn.Module, *, from_loader: bool) -> None:
         """Know `model` from now on; its layers are looked at when they are first called.
@@ -85,6 +106,22 @@ class KnownModels:
         """What is known of `layer` without looking anywhere: None if it was never looked for."""
         found = self._layers.get(id(layer))
         return found if found is not None and found.ref() is layer else None
+
+    def forget_standing(self) -> None:
+        """Decide again for every layer: what stood until something changes may have changed."""
+        with self._lock:
+            for layer in self._layers.copy().values():
+                self._stood += _stood(layer)
+                layer.standing = {}
+
+    def take_stood(self) -> list[Stood]:
+        """The calls that stood down since the last time, also of layers that are gone."""
+        with self._lock:
+            for layer in self._layers.copy().values():
+                self._stood += _stood(layer)
+            taken = self._stood.copy()
+            del self._stood[: len(taken)]
+            return taken
 
     def find(self, layer: nn.Module) -> Layer:
         """What is known of `layer`; a layer never seen before makes us look at the known models again."""
@@ -133,15 +170,26 @@ class KnownModels:
         return layer
 
     def _reference(self, module: nn.Module) -> weakref.ref[nn.Module]:
-        key, layers = id(module), self._layers
+        key, layers, stood = id(module), self._layers, self._stood
 
         def forget(ref: weakref.ref[nn.Module]) -> None:
             # In any thread at any moment, so without the lock: who goes through the layers takes a copy.
             found = layers.get(key)
             if found is not None and found.ref is ref:
                 layers.pop(key, None)
+                stood.extend(_stood(found))
 
         return weakref.ref(module, forget)
+
+
+def _stood(layer: Layer) -> list[Stood]:
+    """What `layer` counted since the last time."""
+    counted = []
+    for shape, standing in layer.standing.copy().items():
+        calls, standing.calls = standing.calls, 0
+        if calls:
+            counted.append(Stood(layer, standing.reason, calls, calls * math.prod(shape[:-1])))
+    return counted
 
 
 def _is_matrix(module: nn.Module) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import runpy
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -32,7 +34,8 @@ def run(target: str, args: list[str], settings: dict[str, Any]) -> None:
 
     Args:
         target: a console script of an installed package (`mlx_lm.generate`, as its own command would start
-            it), a module (as `python -m` would) or a script (a path that ends in `.py` or has a slash).
+            it), a module (as `python -m` would), a script (a path that ends in `.py` or has a slash),
+            or a folder or zip archive with a `__main__.py`.
         args: its arguments, untouched.
         settings: as for `patch()`.
 
@@ -40,7 +43,7 @@ def run(target: str, args: list[str], settings: dict[str, Any]) -> None:
         NotFound: it is none of these; nothing is patched then.
         ValueError: a setting outside what is allowed; nothing is patched then.
     """
-    start = _command(target) or _script(target) or _module(target)
+    start = _command(target) or _script(target) or _module(target) or _folder(target)
     if start is None:
         raise NotFound(f"{target!r} is no installed command, module or script")
     patching.patch(**settings)
@@ -71,9 +74,17 @@ def _script(target: str) -> Start | None:
         main = ModuleType("__main__")
         main.__file__ = path
         sys.modules["__main__"] = main
-        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+        # Not with this file's own `from __future__`.
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
 
     return start
+
+
+def _folder(target: str) -> Start | None:
+    """A folder or zip archive with a `__main__.py`."""
+    if not (Path(target) / "__main__.py").is_file() and not zipfile.is_zipfile(target):
+        return None
+    return lambda: runpy.run_path(target, run_name="__main__") and None
 
 
 def _module(target: str) -> Start | None:
@@ -99,7 +110,8 @@ def _last_line() -> None:
 
 def _say(line: str) -> None:
     if sys.stderr is not None:  # closed by whoever started us: print() would take stdout instead
-        print(f"fusionml: {line}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(f"fusionml: {line}", file=sys.stderr, flush=True)
 
 
 def _without_our_frames(hook: Any) -> Any:

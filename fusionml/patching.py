@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
+import inspect
 import logging
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import forwards, machine, split
+from .imports import when_imported
 from .session import Session
 from .settings import Settings, resolve
 
@@ -30,10 +33,14 @@ class Replacement:
     make: Callable[[Session, Any], Any]
     original: Any = None
     ours: Any = None
+    stock: Any = None
+
+    def __post_init__(self) -> None:
+        self.stock = getattr(self.owner, self.name)
 
     def install(self, session: Session) -> None:
         # Somebody may have put the original back by hand: then ours is gone already.
-        if self.ours is None or getattr(self.owner, self.name) is self.original:
+        if self.ours is None or getattr(self.owner, self.name) in (self.original, self.stock):
             self.original = getattr(self.owner, self.name)
             self.ours = self.make(session, self.original)
             setattr(self.owner, self.name, self.ours)
@@ -55,7 +62,10 @@ class Replacement:
 
 _lock = threading.RLock()
 _session = Session()
-_replacements: list[Replacement] = []
+_replacements = [
+    Replacement(nn.Linear, "__call__", forwards.replace_linear),
+    Replacement(mx, "set_wired_limit", forwards.replace_set_wired_limit),
+]
 _base: Settings | None = None
 _contexts: dict[object, Settings] = {}
 
@@ -63,8 +73,8 @@ _contexts: dict[object, Settings] = {}
 def patch(model: nn.Module | None = None, **settings: Any) -> None:
     """Split the large linear layers of every model that MLX-LM loads from now on.
 
-    Calling it again only changes the settings. Models loaded before can be handed over; a model that is
-    neither loaded by MLX-LM nor handed over is never touched.
+    Calling it again changes the settings; handing over a model without settings only adds the model. A model
+    that is neither loaded by MLX-LM nor handed over is never touched.
 
     Args:
         model: a model that is loaded already, to split as well.
@@ -80,8 +90,9 @@ def patch(model: nn.Module | None = None, **settings: Any) -> None:
         raise TypeError(f"model is a {type(model).__name__}; patch() takes an mlx.nn.Module")
     resolved = resolve(settings, max_ratio=split.max_ratio())
     with _lock:
-        _base = resolved
-        _apply()
+        if settings or model is None or _base is None:
+            _base = resolved
+            _apply()
         if model is not None:
             _session.known.add(model, from_loader=False)
 
@@ -112,12 +123,22 @@ class patched(contextlib.ContextDecorator):
         self._settings = resolve(settings, max_ratio=split.max_ratio())
         self._tokens: list[object] = []
 
+    def __call__(self, function: Any) -> Any:
+        asynchronous = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        if asynchronous or inspect.isgeneratorfunction(function):
+            raise TypeError(f"{function!r} runs after it returns; use `with patched():` inside it")
+        return super().__call__(function)
+
     def __enter__(self) -> patched:
         token = object()
         with _lock:
-            self._tokens.append(token)
             _contexts[token] = self._settings
-            _apply()
+            try:
+                _apply()
+            except BaseException:
+                del _contexts[token]
+                raise
+            self._tokens.append(token)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -133,6 +154,7 @@ def status() -> dict[str, Any]:
     stock ones among them by reason), `sites` (the decision for each shape), `skipped` (layers by reason),
     `eligible` (share of the known models' linear arithmetic in prefill that may split), `probe_seconds`.
     """
+    _session.collect()
     return {
         "patched": _session.settings.enabled,
         "backend": machine.backend(),
@@ -175,17 +197,22 @@ def _brief() -> str:
 
 
 def _install() -> None:
-    if not _replacements:
-        utils = importlib.import_module("mlx_lm.utils")
-        _replacements.extend(
-            [
-                Replacement(nn.Linear, "__call__", forwards.replace_linear),
-                Replacement(utils, "load_model", forwards.replace_load_model),
-                Replacement(mx, "set_wired_limit", forwards.replace_set_wired_limit),
-            ]
-        )
+    _watch_loader()
     for replacement in _replacements:
         replacement.install(_session)
+
+
+@functools.cache
+def _watch_loader() -> None:
+    """Stand in for MLX-LM's loader as soon as MLX-LM is imported."""
+    when_imported("mlx_lm.utils", _loader_imported)
+
+
+def _loader_imported(utils: ModuleType) -> None:
+    with _lock:
+        _replacements.append(Replacement(utils, "load_model", forwards.replace_load_model))
+        if _session.settings.enabled:
+            _replacements[-1].install(_session)
 
 
 def _remove() -> bool:

@@ -15,8 +15,9 @@ import mlx.core as mx
 
 from . import machine, pressure, split
 from .known import MIN_WIDTH, KnownModels, Layer
-from .plans import SPLIT, Pair, Plan, decide
+from .plans import SPLIT, STOCK, Pair, Plan, decide
 from .ratios import Choice, Site, bucket
+from .saving import Saver
 from .settings import Settings, home
 from .sites import Learning, SiteControl
 from .table import Entry, RatioTable
@@ -49,7 +50,8 @@ def site_of(layer: Layer, dtype: mx.Dtype, rows: int) -> Site:
 def open_table(path: str | None) -> RatioTable:
     """The ratio table at `path`, by default the one below `home()`, for this machine in its present state."""
     place = home() / "ratios.json" if path is None else path
-    return RatioTable.load(place, machine.identity(), fingerprint=machine.math_fingerprint())
+    fingerprint = machine.math_fingerprint()
+    return RatioTable.load(place, machine.identity(), fingerprint=fingerprint, ours=path is None)
 
 
 def entry_of(choice: Choice, rows: int, cpu_dtype: str) -> Entry:
@@ -59,7 +61,7 @@ def entry_of(choice: Choice, rows: int, cpu_dtype: str) -> Entry:
         gain=choice.gain,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         spread=choice.spread,
-        power=machine.conditions()["power_source"],
+        power={True: "battery", False: "mains", None: None}[pressure.read().on_battery],
         samples=choice.samples,
         cpu_dtype=cpu_dtype,
         per_row=None if choice.stock_seconds is None else choice.stock_seconds / rows,
@@ -72,10 +74,9 @@ class Session:
     def __init__(self) -> None:
         self.settings = Settings(enabled=False)
         self.smallest = sys.maxsize
-        self.epoch = 0
-        """Grows whenever a decision that was final may have become another."""
         self.known = KnownModels()
         self.budget = split.StreamBudget()
+        self.saver = Saver()
         self.calls: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self._controls: dict[tuple[Any, ...], SiteControl] = {}
@@ -85,6 +86,7 @@ class Session:
         self._last_thread: int | None = None
         self._tables: dict[tuple[str, str | None], RatioTable] = {}
         self._reported: set[str] = set()
+        self._tokens = self._work = self._split_work = 0
         self._lock = threading.RLock()
 
     def configure(self, settings: Settings) -> None:
@@ -96,7 +98,7 @@ class Session:
             if settings.enabled and settings != self._decided_with:
                 self._controls.clear()
                 self._decided_with = settings
-                self.epoch += 1
+                self.known.forget_standing()
             self.settings = settings
             self.smallest = settings.min_rows * MIN_WIDTH if settings.enabled else sys.maxsize
 
@@ -137,7 +139,7 @@ class Session:
         return Learning(rows, split.max_ratio(), self.boundary_seconds())
 
     def _keep(self, site: Site, plan: Plan, backend: str) -> Callable[[Choice, int], None]:
-        """Puts what a site learned into the table; a table that cannot be written is one warning."""
+        """Puts what a site learned into the table."""
         usage = machine.OtherLoad()
 
         def keep(choice: Choice, rows: int) -> None:
@@ -145,10 +147,7 @@ class Session:
                 return  # what another program caused is not this machine's own
             table = self.table(backend)
             table.put(site, entry_of(choice, rows, plan.cpu_dtype))
-            try:
-                table.save()
-            except OSError as error:
-                self.report_once(f"ratio table {table.path} cannot be written, so this run only: {error}")
+            self.saver.soon(table)
 
         return keep
 
@@ -174,10 +173,10 @@ class Session:
                 self._short_since = None
             elif self._short_since is None:
                 self._short_since = time.monotonic()
-            elif time.monotonic() - self._short_since > PATIENCE:
-                why = f"memory pressure for more than {PATIENCE:.0f} s"
-                for control in self._controls.values():
-                    control.stand_down(why)
+            since = self._short_since
+        if since is not None and time.monotonic() - since > PATIENCE:
+            for control in self._all_controls():
+                control.stand_down(f"memory pressure for more than {PATIENCE:.0f} s")
         strained = now.low_power or now.on_battery or now.thermal not in (None, "nominal")
         return (False if strained else pressure.fits(now, working_set)), short
 
@@ -222,7 +221,7 @@ class Session:
         with self._lock:
             self._controls.clear()
             self._tables.clear()
-            self.epoch += 1
+            self.known.forget_standing()
 
     def count(self, arm: str, layer: Layer, rows: int, reason: str | None = None) -> None:
         """One prefill-sized call went to `arm`."""
@@ -230,9 +229,23 @@ class Session:
             self.calls[arm] += 1
             if reason is not None:
                 self.reasons[reason] += 1
-                layer.stock_rows += rows
-            else:
-                layer.split_rows += rows
+            self._add_rows(layer, rows, arm == SPLIT)
+
+    def _add_rows(self, layer: Layer, rows: int, was_split: bool) -> None:
+        layer.rows += rows
+        layer.split_rows += rows * was_split
+        self._tokens = max(self._tokens, layer.rows)
+        if layer.live:
+            self._work += rows * layer.arithmetic
+            self._split_work += rows * layer.arithmetic * was_split
+
+    def collect(self) -> None:
+        """Add up what layers that stand down counted for themselves, without a lock in their way."""
+        with self._lock:
+            for stood in self.known.take_stood():
+                self.calls[STOCK] += stood.calls
+                self.reasons[stood.reason] += stood.calls
+                self._add_rows(stood.layer, stood.rows, False)
 
     def report_once(self, message: str) -> None:
         """A warning, the first time only."""
@@ -250,13 +263,16 @@ class Session:
 
     def learning(self) -> bool:
         """Whether any site is still finding out what is best for it."""
-        with self._lock:
-            return any(control.learning for control in self._controls.values())
+        return any(control.learning for control in self._all_controls())
 
     def probe_seconds(self) -> float:
         """What finding out has cost so far, in seconds over doing without."""
+        return sum(control.probe_seconds for control in self._all_controls())
+
+    def _all_controls(self) -> list[SiteControl]:
+        # A copy: no control is ever called under our lock, because controls call us under theirs.
         with self._lock:
-            return sum(control.probe_seconds for control in self._controls.values())
+            return list(self._controls.values())
 
     def skipped(self) -> dict[str, int]:
         """Layers of known models that never split, by reason."""
@@ -270,9 +286,10 @@ class Session:
         return may / total if total else None
 
     def shared(self) -> tuple[int, float]:
-        """Prompt tokens of prefill-sized calls, and the share of their linear arithmetic that was split."""
-        layers = self.known.layers()
-        tokens = max((layer.split_rows + layer.stock_rows for layer in layers), default=0)
-        split_work = sum(layer.split_rows * layer.arithmetic for layer in layers)
-        work = sum((layer.split_rows + layer.stock_rows) * layer.arithmetic for layer in layers if layer.live)
-        return tokens, split_work / work if work else 0.0
+        """Prompt tokens of prefill-sized calls, and the share of their linear arithmetic that was split.
+
+        Also of models that are gone.
+        """
+        self.collect()
+        with self._lock:
+            return self._tokens, self._split_work / self._work if self._work else 0.0

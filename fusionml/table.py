@@ -240,8 +240,11 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def _set_aside(path: str, reason: str) -> None:
-    os.replace(path, f"{path}.bad")
-    log.warning("ratio table %s cannot be used (%s): set aside as %s.bad", path, reason, path)
+    aside, number = f"{path}.bad", 1
+    while os.path.lexists(aside):
+        aside, number = f"{path}.bad{number}", number + 1
+    os.rename(path, aside)
+    log.warning("ratio table %s cannot be used (%s): set aside as %s", path, reason, aside)
 
 
 def _write(path: str, sections: list[_Section]) -> None:
@@ -291,6 +294,7 @@ class RatioTable:
         self._changed: dict[str, Entry] = {}
         self._layers: dict[_Layer, list[tuple[int, Entry]]] = {}
         self._mutex = threading.Lock()
+        self._ours = True
 
     @classmethod
     def load(
@@ -299,15 +303,17 @@ class RatioTable:
         machine: Mapping[str, Any],
         *,
         fingerprint: Mapping[str, float] | None = None,
+        ours: bool = True,
     ) -> RatioTable:
         """The table in the file, for this state of the machine; empty where the file holds nothing for it.
 
         machine: anything that JSON can hold; equal means the same state. fingerprint: rates of the CPU math
-        library, compared within a factor of 3; None is not compared. Never raises for what the file is:
-        contents that are no table are set aside as `PATH.bad`, and whatever else is wrong is one warning.
-        A machine or fingerprint that is none is a ValueError.
+        library, compared within a factor of 3; None is not compared. ours: whether the place is our own, where
+        contents that are no table are set aside as `PATH.bad`; elsewhere it is somebody's file, and stays.
+        Never raises for what the file is: whatever is wrong is one warning. A machine or fingerprint that is none is a ValueError.
         """
         table = cls(path, machine)
+        table._ours = ours
         table._state.fingerprint = checked_fingerprint(fingerprint or {})
         table._adopt(table._sections_or_warning())
         if table.ignored is not None and not len(table):
@@ -352,10 +358,15 @@ class RatioTable:
             self._index()
 
     def clear(self) -> None:
-        """Forgets everything, in memory and in the file, for whatever state of the machine it was made."""
+        """Forgets everything, in memory and in the file, for whatever state of the machine it was made.
+
+        An OSError where the file is somebody else's.
+        """
         with self._mutex:
             if os.path.isdir(os.path.dirname(self.path)):
                 with _locked(self.path), contextlib.suppress(FileNotFoundError):
+                    if not self._ours:
+                        self._sections_on_disk()
                     os.unlink(self.path)
             self._state.entries, self._changed, self.ignored = {}, {}, None
             self._index()
@@ -391,11 +402,13 @@ class RatioTable:
         return own
 
     def _sections_on_disk(self) -> list[_Section]:
-        """Under the lock: what the file holds; contents that are no table are set aside."""
+        """For whoever holds the lock: what the file holds, a bad one out of the way."""
         try:
             raw = _read(self.path)
             return [] if raw is None else _parse(raw)
         except _BadFileError as error:
+            if not self._ours:
+                raise OSError(f"it holds no ratio table ({error}) and is left as it is") from None
             _set_aside(self.path, str(error))
             return []
 
@@ -407,6 +420,9 @@ class RatioTable:
             reason = str(error)
         except OSError as error:
             log.warning("ratio table %s cannot be read: %s", self.path, error)
+            return []
+        if not self._ours:
+            log.warning("%s holds no ratio table (%s): ignored, and left as it is", self.path, reason)
             return []
         try:
             # Again under the lock: a writer may have replaced the bad file meanwhile.

@@ -320,9 +320,6 @@ def test_mlx_lm_generate_answers_a_prompt_from_stdin_with_the_same_text(tmp_path
     assert apart_from_our_lines(err) == stock_err
 
 
-@pytest.mark.xfail(
-    reason="the counts die with the model's layers, before the last line is printed", strict=True
-)
 def test_the_last_line_counts_the_prompt_of_a_model_that_is_gone(patch: Callable[..., None]) -> None:
     patch(ratio=0.25)
     model = tiny("llama")

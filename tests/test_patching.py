@@ -653,9 +653,10 @@ def test_the_cpu_stream_is_drained_before_the_wired_limit_changes(
     patch: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(patching, "_replacements", [])
     stock = mx.set_wired_limit
     mx.set_wired_limit = lambda limit: order.append(f"limit {limit}") or 7
+    made = [patching.Replacement(each.owner, each.name, each.make) for each in patching._replacements]
+    monkeypatch.setattr(patching, "_replacements", made)
     try:
         monkeypatch.setattr(split, "drain", lambda: order.append("drain"))
         model = pair()

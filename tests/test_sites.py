@@ -6,6 +6,7 @@ import json
 import re
 import threading
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -100,7 +101,7 @@ def best(pair: Pair, rows: int = ROWS) -> float:
 @pytest.mark.parametrize("chip", [*PAPER_CHIPS, EQUAL_STREAMS, M5_LIKE], ids=lambda pair: pair.name)
 def test_learning_ends_on_the_right_arm_and_pays_for_itself(chip: Pair) -> None:
     world = learning_world(chip)
-    for prompt in range(200):
+    for _prompt in range(200):
         world.prompts(1)
         if not world.control.learning:
             break
@@ -283,7 +284,7 @@ def test_a_site_says_since_when_it_does_what_it_does(monkeypatch: pytest.MonkeyP
         arms.append((world.arm, world.control.state()["since"]))
     assert arms[0] == (STOCK, start)
     assert arms[-1][0] == SPLIT
-    for (arm, since), (next_arm, next_since) in zip(arms, arms[1:], strict=False):
+    for (arm, since), (next_arm, next_since) in pairwise(arms):
         assert (arm == next_arm) == (since == next_since), (arm, since, next_arm, next_since)
 
 
