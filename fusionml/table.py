@@ -308,9 +308,10 @@ class RatioTable:
         """The table in the file, for this state of the machine; empty where the file holds nothing for it.
 
         machine: anything that JSON can hold; equal means the same state. fingerprint: rates of the CPU math
-        library, compared within a factor of 3; None is not compared. ours: whether the place is our own, where
-        contents that are no table are set aside as `PATH.bad`; elsewhere it is somebody's file, and stays.
-        Never raises for what the file is: whatever is wrong is one warning. A machine or fingerprint that is none is a ValueError.
+        library, compared within a factor of 3; None is not compared. ours: whether the place is our own,
+        where contents that are no table are set aside as `PATH.bad`; elsewhere it is somebody's file, and
+        stays. Never raises for what the file is: whatever is wrong is one warning. A machine or fingerprint
+        that is none is a ValueError.
         """
         table = cls(path, machine)
         table._ours = ours
