@@ -20,12 +20,16 @@ import numpy as np
 from . import machine, patching, pressure, split
 from .known import KnownModels, Layer
 from .measure import relative_error
-from .ratios import Choice, Probe, RatioSearch, Site, bucket
+from .ratios import PAPER_GRID, STOCK, Choice, Probe, RatioSearch, Site, bucket
 from .session import BUSY, entry_of
 from .table import RatioTable
 
 LEAST_ROWS = 16
 LISTEN_SECONDS = 0.5
+FEW_SAMPLES = 40
+"""Calls of stock in whose time one search is done, at the fewest repeats."""
+REPEATS = (5, 11)
+"""Samples of each ratio, at the fewest and at the most."""
 CACHE_BYTES = 256 * 2**20
 """Weights are taken in turn from so many bytes of layers, more than a last-level cache holds."""
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
@@ -244,11 +248,15 @@ def search_site(
     *,
     seconds: float,
     boundary: float,
+    most: float | None = None,
     cpu_dtype: str = "auto",
     grid: Sequence[float] | None = None,
     made_up: mx.Dtype | None = None,
 ) -> Outcome:
     """The best share of one site within `seconds`, over all CPU types that are safe.
+
+    Where that is too little to finish even one search, it may take up to `most`: one site that is known is
+    worth more than several that were begun.
 
     What could not be finished counts only if it was measured to be faster than stock. A split that computes
     something else is passed over for the next best.
@@ -262,8 +270,10 @@ def search_site(
             left_out = left_out or "out of time before anything was timed"
             continue
         bench = Bench(shape, rows, name, made_up)
-        search = _search(rows, charge, grid)
-        bench.seconds(Probe("stock"))  # the first touch of anything never counts
+        each = bench.seconds(STOCK)  # the first touch of anything never counts
+        if number == 1:
+            deadline = max(deadline, started + min(most or seconds, FEW_SAMPLES * each))
+        search = _search(rows, charge, grid, _repeats(deadline - time.perf_counter(), each))
         finished = _drive(search, bench, deadline)
         choice = search.result() if finished else search.stop_early()
         if choice.ratio > 0 or (finished and choice.seconds is not None):
@@ -279,9 +289,16 @@ def search_site(
     return wrong or Outcome(shape.site(rows), rows, None, names[0], spent, None, left_out)
 
 
-def _search(rows: int, charge: float, grid: Sequence[float] | None) -> RatioSearch:
+def _repeats(seconds: float, each: float) -> int:
+    """Samples of each ratio: as many as there is time for, within reason."""
+    affordable = int(seconds / (each * len(PAPER_GRID) * 2))
+    return min(max(affordable, REPEATS[0]), REPEATS[1])
+
+
+def _search(rows: int, charge: float, grid: Sequence[float] | None, repeats: int) -> RatioSearch:
     return RatioSearch(
         rows=rows,
+        repeats=repeats,
         max_ratio=split.max_ratio(),
         grid=grid,
         boundary_seconds=charge,
@@ -366,6 +383,7 @@ def calibrate(
             n,
             seconds=allowance,
             boundary=boundary,
+            most=budget - spent,
             cpu_dtype=cpu_dtype,
             grid=grid,
             made_up=made_up,

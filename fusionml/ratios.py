@@ -248,6 +248,8 @@ class RatioSearch:
             _require_number("a grid ratio", ratio, 0, max_ratio)
         self.rows, self.multiple, self.repeats = rows, multiple, repeats
         self.tolerance, self.min_gain, self.boundary_seconds = tolerance, min_gain, boundary_seconds
+        # A machine whose slow samples come in runs needs more of them to know a ratio from its neighbour.
+        self._explore = max(_EXPLORE_REPEATS, repeats // 2)
         self._gridded = grid is not None
         self._step_rows = max(1, math.floor(FINE_STEP * rows / multiple)) * multiple
         self._candidates = self._on_grid(grid) if grid is not None else self._every_step(max_ratio)
@@ -381,8 +383,9 @@ class RatioSearch:
         seconds = self._samples.median(self._probe(ratio))
         return None if seconds is None else seconds + (self.boundary_seconds if ratio else 0.0)
 
-    def _explored(self, least: int = _EXPLORE_REPEATS) -> dict[float, float]:
+    def _explored(self, least: int | None = None) -> dict[float, float]:
         """Median seconds of each ratio, 0 among them, with at least so many samples."""
+        least = self._explore if least is None else least
         ratios = [r for r in [0.0, *self._candidates] if self._count(r) >= least]
         return {r: seconds for r in ratios if (seconds := self._seconds(r)) is not None}
 
@@ -441,7 +444,7 @@ class RatioSearch:
         screen = [p for p in [STOCK, *self._solo] if self._samples.count(p) < _SCREEN_REPEATS]
         if screen:
             return screen
-        ratios = [r for r in self._unexplored() if self._count(r) < _EXPLORE_REPEATS] or self._contested()
+        ratios = [r for r in self._unexplored() if self._count(r) < self._explore] or self._contested()
         splits = sum(self._count(r) for r in self._candidates)
         if ratios and self._count(0.0) < 2 + splits // 6:
             return [STOCK]
