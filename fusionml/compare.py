@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -143,7 +144,17 @@ def compare(
             runs.append(run)
         summary.append(summarise(length, done["stock"], done["patched"]))
     progress(total, total)
-    return {"samples": [asdict(run) for run in runs], "summary": summary, "status": state["patched"]}
+    return {
+        "samples": [asdict(run) for run in runs],
+        "summary": summary,
+        "status": _shareable(state["patched"]),
+    }
+
+
+def _shareable(state: dict[str, Any]) -> dict[str, Any]:
+    """The status without where on this machine the table lies: results are made to be sent."""
+    table = state["table"]
+    return state if table is None else {**state, "table": {**table, "path": Path(table["path"]).name}}
 
 
 def _affordable(warm: Run, pairs: int, longest: int | None) -> list[int]:
