@@ -136,7 +136,7 @@ import json, sys
 import fusionml
 fusionml.patch(ratio=0.3, min_rows=32, gate="off")
 with fusionml.patched():
-    early = [name for name in ("mlx_lm", "transformers", "tokenizers", "huggingface_hub") if name in sys.modules]
+    early = sorted({"mlx_lm", "transformers", "tokenizers", "huggingface_hub"} & set(sys.modules))
 {how}
 model, tokenizer = load(sys.argv[1])
 import mlx.core as mx

@@ -1,4 +1,4 @@
-"""The saver: tables are written beside the model's calls, whoever holds their lock and whatever the disk does."""
+"""The saver: tables are written beside the model's calls, whoever holds the lock, whatever the disk does."""
 
 from __future__ import annotations
 
@@ -222,7 +222,8 @@ save = RatioTable.save
 RatioTable.save = lambda table: (time.sleep(0.2), save(table))
 Saver.wait.__defaults__ = (float(sys.argv[2]),)
 table = RatioTable.load(sys.argv[1], {"chip": "M1"})
-table.put(Site("linear", "float32", 4096, 14336, False, 2048), Entry(0.3, 0.25, "2026-08-01", 0.0, None, 1, "native"))
+entry = Entry(0.3, 0.25, "2026-08-01T12:00:00+00:00", 0.02, "mains", 41, "native")
+table.put(Site("linear", "float32", 4096, 14336, False, 2048), entry)
 Saver().soon(table)
 """
 
