@@ -5,7 +5,7 @@ Importing MLX-LM before a program's first line would freeze what the program set
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -16,15 +16,14 @@ from typing import Any
 
 def when_imported(name: str, act: Callable[[ModuleType], None]) -> None:
     """Call `act(module)` once the module `name` has been imported: now, if it has been already."""
-    module = sys.modules.get(name)
-    if module is not None:
-        act(module)
+    if name in sys.modules:
+        act(importlib.import_module(name))  # which waits while another thread is still importing it
     else:
         sys.meta_path.insert(0, _Watcher(name, act))
 
 
 class _Watcher(MetaPathFinder):
-    """Stands in front of the finders until its module comes by."""
+    """Stands in front of the finders until its module was imported, not only looked for."""
 
     def __init__(self, name: str, act: Callable[[ModuleType], None]) -> None:
         self._name, self._act = name, act
@@ -34,11 +33,16 @@ class _Watcher(MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        others = [each for each in sys.meta_path if each is not self and hasattr(each, "find_spec")]
+        spec = next(filter(None, (each.find_spec(fullname, path, target) for each in others)), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Acting(spec.loader, self._act)
+            spec.loader = _Acting(spec.loader, self._imported)
         return spec
+
+    def _imported(self, module: ModuleType) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._act(module)
 
 
 class _Acting(Loader):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -66,6 +67,8 @@ def _command(target: str) -> Start | None:
 def _script(target: str) -> Start | None:
     if not (target.endswith(".py") or os.path.sep in target) or not Path(target).is_file():
         return None
+    if zipfile.is_zipfile(target):
+        return None
 
     def start() -> None:
         # Not runpy.run_path(): its `__file__` is what was typed, Python's own is whole, also after a chdir.
@@ -82,9 +85,19 @@ def _script(target: str) -> Start | None:
 
 def _folder(target: str) -> Start | None:
     """A folder or zip archive with a `__main__.py`."""
-    if not (Path(target) / "__main__.py").is_file() and not zipfile.is_zipfile(target):
+    path = os.path.join(os.getcwd(), target)
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is None or spec.loader is None:
         return None
-    return lambda: runpy.run_path(target, run_name="__main__") and None
+    loader, main = spec.loader, importlib.util.module_from_spec(spec)
+
+    def start() -> None:
+        # Not runpy.run_path(): it puts first in `sys.path` what was typed, which a chdir makes another place.
+        _put_first(path, always=True)
+        sys.modules["__main__"] = main
+        loader.exec_module(main)
+
+    return start
 
 
 def _module(target: str) -> Start | None:
@@ -97,10 +110,12 @@ def _module(target: str) -> Start | None:
     return lambda: runpy.run_module(target, run_name="__main__", alter_sys=True) and None
 
 
-def _put_first(folder: str) -> None:
-    """Where Python itself looks first for a program started so; with `-P` it looks in no such place."""
+def _put_first(folder: str, *, always: bool = False) -> None:
+    """Where Python looks first for a program started so; with `-P` only if it is the program itself."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
+    elif always:
+        sys.path.insert(0, folder)
 
 
 def _last_line() -> None:

@@ -54,7 +54,7 @@ class Saver:
                 table = self._pending.pop(0)
             try:
                 table.save()
-            except OSError as error:
+            except Exception as error:  # nobody is there to be told, and the next table is waiting
                 if table.path not in self._failed:
                     self._failed.add(table.path)
                     log.warning("ratio table %s cannot be written, so this run only: %s", table.path, error)

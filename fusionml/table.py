@@ -229,11 +229,14 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Holds the lock file beside `path`, so that nobody reads, merges and writes at the same time."""
+def _locked(path: str, *, wait: bool = True) -> Iterator[None]:
+    """Holds the lock file beside `path`, so that nobody reads, merges and writes at the same time.
+
+    Without `wait`, a lock that somebody else holds is an OSError.
+    """
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(descriptor)  # which also unlocks; the file stays, since removing it would split the lock
@@ -343,32 +346,35 @@ class RatioTable:
     def save(self) -> None:
         """Merges what was put since the last save into the file.
 
-        What others saved meanwhile stays and is taken over. An OSError leaves the old file as it was.
+        What others saved meanwhile stays and is taken over. An OSError leaves the old file as it was. No
+        `put()` waits for the lock or the disk; what it puts meanwhile is for the next save.
         """
-        with self._mutex:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            with _locked(self.path):
-                sections = self._sections_on_disk()
-                own = self._own(sections)
-                own.entries.update(self._changed)
-                others = [section for section in sections if section is not own]
-                others.sort(key=_Section.newest, reverse=True)
-                _write(self.path, [own, *others][:MOST_SECTIONS])
-            self._state.entries.update(own.entries)
-            self._changed = {}
-            self._index()
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        with _locked(self.path):
+            with self._mutex:
+                saved = self._changed.copy()
+            sections = self._sections_on_disk()
+            own = self._own(sections)
+            own.entries.update(saved)
+            others = [section for section in sections if section is not own]
+            others.sort(key=_Section.newest, reverse=True)
+            _write(self.path, [own, *others][:MOST_SECTIONS])
+            with self._mutex:
+                self._changed = {k: e for k, e in self._changed.items() if saved.get(k) is not e}
+                self._state.entries.update(own.entries | self._changed)
+                self._index()
 
     def clear(self) -> None:
         """Forgets everything, in memory and in the file, for whatever state of the machine it was made.
 
         An OSError where the file is somebody else's.
         """
+        if os.path.isdir(os.path.dirname(self.path)):
+            with _locked(self.path), contextlib.suppress(FileNotFoundError):
+                if not self._ours:
+                    self._sections_on_disk()
+                os.unlink(self.path)
         with self._mutex:
-            if os.path.isdir(os.path.dirname(self.path)):
-                with _locked(self.path), contextlib.suppress(FileNotFoundError):
-                    if not self._ours:
-                        self._sections_on_disk()
-                    os.unlink(self.path)
             self._state.entries, self._changed, self.ignored = {}, {}, None
             self._index()
 
@@ -426,8 +432,9 @@ class RatioTable:
             log.warning("%s holds no ratio table (%s): ignored, and left as it is", self.path, reason)
             return []
         try:
-            # Again under the lock: a writer may have replaced the bad file meanwhile.
-            with _locked(self.path):
+            # Again under the lock: a writer may have replaced the bad file meanwhile. A prompt may be waiting
+            # for this table, so a lock that is held is not waited for: the next save sets the file aside.
+            with _locked(self.path, wait=False):
                 return self._sections_on_disk()
         except OSError as error:
             log.warning("ratio table %s cannot be used (%s), nor set aside: %s", self.path, reason, error)
