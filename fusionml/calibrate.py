@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -28,9 +28,11 @@ LEAST_ROWS = 16
 LISTEN_SECONDS = 0.5
 FEW_SAMPLES = 40
 """Calls of stock in whose time one search is done, at the fewest repeats."""
-UNSTABLE, ATTEMPTS = 0.05, 3
-"""Relative deviation of one sample from which a search is made again, and how many are made at most."""
-REPEATS = (5, 11)
+FIRST_PASS = 0.6
+"""Share of the budget for the first search of every site; the rest is for a second, at another moment."""
+STEADY = 0.02
+"""Relative deviation of one sample up to which one search is enough."""
+REPEATS = (5, 7)
 """Samples of each ratio, at the fewest and at the most."""
 CACHE_BYTES = 256 * 2**20
 """Weights are taken in turn from so many bytes of layers, more than a last-level cache holds."""
@@ -275,11 +277,13 @@ def search_site(
         each = bench.seconds(STOCK)  # the first touch of anything never counts
         if number == 1:
             deadline = max(deadline, started + min(most or seconds, FEW_SAMPLES * each))
-        for finished, choice in _searches(bench, charge, grid, deadline, each):
-            if choice.ratio > 0 or (finished and choice.seconds is not None):
-                found.append((choice, name, bench))
-            if not finished or choice.seconds is None:
-                left_out = choice.reason if finished else f"out of time after {choice.samples} samples"
+        search = _search(rows, charge, grid, _repeats(deadline - time.perf_counter(), each))
+        finished = _drive(search, bench, deadline)
+        choice = search.result() if finished else search.stop_early()
+        if choice.ratio > 0 or (finished and choice.seconds is not None):
+            found.append((choice, name, bench))
+        if not finished or choice.seconds is None:
+            left_out = choice.reason if finished else f"out of time after {choice.samples} samples"
     spent, wrong = time.perf_counter() - started, None
     for choice, name, bench in sorted(found, key=lambda item: item[0].seconds or 0.0):
         outcome = _verified(shape.site(rows), choice, name, bench, spent, left_out)
@@ -287,25 +291,6 @@ def search_site(
             return outcome
         wrong = wrong or outcome
     return wrong or Outcome(shape.site(rows), rows, None, names[0], spent, None, left_out)
-
-
-def _searches(
-    bench: Bench, charge: float, grid: Sequence[float] | None, deadline: float, each: float
-) -> Iterator[tuple[bool, Choice]]:
-    """One search, and while its samples were unstable and there is time another: (finished, choice).
-
-    What disturbs a machine comes in runs, longer than a search may be; the faster answer is the truer one.
-    """
-    for attempt in range(ATTEMPTS):
-        began = time.perf_counter()
-        search = _search(bench.rows, charge, grid, _repeats(deadline - began, each))
-        finished = _drive(search, bench, deadline)
-        choice = search.result() if finished else search.stop_early()
-        if finished or attempt == 0:
-            yield finished, choice
-        took = time.perf_counter() - began
-        if not finished or (choice.spread or 0.0) < UNSTABLE or time.perf_counter() + took > deadline:
-            return
 
 
 def _repeats(seconds: float, each: float) -> int:
@@ -363,7 +348,8 @@ def calibrate(
     """Measure every site of `model` and put what was found into `table`.
 
     The budget goes where the model spends its own time: the shapes with the most arithmetic first, each with
-    its share of what is left. What is finished is saved at once, so an interruption keeps it.
+    its share of what is left. Sites whose samples were unsteady are searched a second time. What is finished
+    is saved at once, so an interruption keeps it.
 
     Args:
         model: an MLX-LM model.
@@ -388,32 +374,54 @@ def calibrate(
     if table is not None:
         table.save()
     boundary = boundary_seconds()
-    outcomes: list[Outcome] = []
-    left = sum(_work(job) for job in jobs)
-    for job in jobs:
-        shape, n = job
-        spent = time.perf_counter() - started
-        progress(shape.site(n).key(), spent, budget)
-        # What earlier ones did not use is shared among those that are left.
-        allowance = (budget - spent) * _work(job) / left
-        left -= _work(job)
-        outcome = search_site(
-            shape,
-            n,
-            seconds=allowance,
-            boundary=boundary,
-            most=budget - spent,
-            cpu_dtype=cpu_dtype,
-            grid=grid,
-            made_up=made_up,
-        )
-        outcomes.append(outcome)
-        if table is not None and outcome.choice is not None:
-            table.put(outcome.site, entry_of(outcome.choice, outcome.rows, outcome.cpu_dtype))
-            table.save()
+    outcomes: dict[tuple[Site, int], Outcome] = {}
+    for last in (started + budget * FIRST_PASS, started + budget):
+        left = sum(_work(job) for job in jobs)
+        for job in jobs:
+            key, now = (job[0].site(job[1]), job[1]), time.perf_counter()
+            # What earlier ones did not use is shared among those that are left.
+            allowance = (last - now) * _work(job) / left
+            left -= _work(job)
+            if not _worth_it(outcomes.get(key), allowance):
+                continue
+            progress(key[0].key(), now - started, budget)
+            outcome = search_site(
+                *job,
+                seconds=allowance,
+                boundary=boundary,
+                most=started + budget - now,
+                cpu_dtype=cpu_dtype,
+                grid=grid,
+                made_up=made_up,
+            )
+            outcomes[key] = _truer(outcomes.get(key), outcome)
+            _keep(table, outcomes[key])
     progress("done", time.perf_counter() - started, budget)
     patching.session().forget_plans()  # what is patched already decides again, with what was found
-    return outcomes
+    return list(outcomes.values())
+
+
+def _worth_it(before: Outcome | None, seconds: float) -> bool:
+    """Whether to search a site: the first time, and again if its samples were unsteady and there is time."""
+    if before is None:
+        return True
+    choice = before.choice
+    return choice is not None and (choice.spread or 0.0) > STEADY and seconds >= before.seconds
+
+
+def _truer(before: Outcome | None, now: Outcome) -> Outcome:
+    """The outcome whose split was faster: what disturbs a machine comes in runs, and only ever slows."""
+    if before is None or before.choice is None:
+        return now
+    if now.choice is None or (now.choice.seconds or 0.0) >= (before.choice.seconds or 0.0):
+        return before
+    return now
+
+
+def _keep(table: RatioTable | None, outcome: Outcome) -> None:
+    if table is not None and outcome.choice is not None:
+        table.put(outcome.site, entry_of(outcome.choice, outcome.rows, outcome.cpu_dtype))
+        table.save()
 
 
 def check_options(rows: Sequence[int], budget: float) -> None:

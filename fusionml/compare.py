@@ -261,6 +261,8 @@ def _footer(state: dict[str, Any]) -> Iterator[str]:
         "no known model" if share is None else f"{share:.0%} of the linear arithmetic of prefill may split"
     )
     yield f"{machine.backend()} backend; {known}"
+    if state["idle"] is not None:
+        yield f"  {state['idle']}"
     for reason, layers in sorted(state["skipped"].items()):
         yield f"  stock: {layers} layers {reason}"
     for key, site in sorted(state["sites"].items()):

@@ -150,14 +150,16 @@ class patched(contextlib.ContextDecorator):
 def status() -> dict[str, Any]:
     """What FusionML is doing, as plain data that JSON can hold.
 
-    Keys: `patched`, `backend`, `settings`, `table`, `calls` (prefill-sized calls by arm), `reasons` (the
-    stock ones among them by reason), `sites` (the decision for each shape), `skipped` (layers by reason),
-    `eligible` (share of the known models' linear arithmetic in prefill that may split), `probe_seconds`.
+    Keys: `patched`, `backend`, `idle` (why no call can split at all, None where one may), `settings`,
+    `table`, `calls` (prefill-sized calls by arm), `reasons` (the stock ones among them by reason), `sites`
+    (the decision for each shape), `skipped` (layers by reason), `eligible` (share of the known models' linear
+    arithmetic in prefill that may split), `probe_seconds`.
     """
     _session.collect()
     return {
         "patched": _session.settings.enabled,
         "backend": machine.backend(),
+        "idle": _session.idle,
         "settings": asdict(_session.settings),
         "table": _session.table_state(),
         "calls": dict(_session.calls),

@@ -28,6 +28,7 @@ SWAPPING = 2**20
 """Bytes swapped in each second from which memory counts as short."""
 PATIENCE = 10.0
 """Seconds of memory pressure after which every site stands down."""
+IDLE_ON_CUDA = "on CUDA the CPU cannot help, unless measured: everything is stock until the next patch()"
 BUSY = 0.15
 """Share of the CPU that other programs may use while something is learned for good."""
 
@@ -74,6 +75,7 @@ class Session:
     def __init__(self) -> None:
         self.settings = Settings(enabled=False)
         self.smallest = sys.maxsize
+        self.idle: str | None = None
         self.known = KnownModels()
         self.budget = split.StreamBudget()
         self.saver = Saver()
@@ -100,7 +102,19 @@ class Session:
                 self._decided_with = settings
                 self.known.forget_standing()
             self.settings = settings
-            self.smallest = settings.min_rows * MIN_WIDTH if settings.enabled else sys.maxsize
+            self.idle = self._why_idle(settings) if settings.enabled else None
+            off = not settings.enabled or self.idle is not None
+            self.smallest = sys.maxsize if off else settings.min_rows * MIN_WIDTH
+
+    def _why_idle(self, settings: Settings) -> str | None:
+        """Why no call can ever split, so that none need even ask; None where one may.
+
+        A fast GPU computes a whole prompt in milliseconds, of which asking would be a per cent or two.
+        """
+        if machine.backend() != "cuda" or settings.ratio is not None:
+            return None
+        entries = open_table(settings.table).entries().values()
+        return None if any(entry.ratio > 0 for entry in entries) else IDLE_ON_CUDA
 
     def control(self, layer: Layer, dtype: mx.Dtype, rows: int) -> SiteControl:
         """Who decides for the site that a call of `rows` rows belongs to; one log line when it is new."""
