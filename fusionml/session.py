@@ -113,7 +113,7 @@ class Session:
         """
         if machine.backend() != "cuda" or settings.ratio is not None:
             return None
-        entries = open_table(settings.table).entries().values()
+        entries = self.table("cuda").entries().values()
         return None if any(entry.ratio > 0 for entry in entries) else IDLE_ON_CUDA
 
     def control(self, layer: Layer, dtype: mx.Dtype, rows: int) -> SiteControl:
