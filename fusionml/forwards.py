@@ -60,9 +60,10 @@ def call_linear(session: Session, stock: Forward, layer: nn.Module, x: mx.array)
     if standing is not None and standing.on_gpu == on_gpu and standing.dtype == x.dtype:
         standing.calls += 1
         return stock(layer, x)
+    age = session.known.age
     call = decide(session, layer, x)
     if call.known.reason is not None or (call.control is not None and call.control.standing):
-        call.known.standing[shape] = Standing(call.reason or "", x.dtype, on_gpu)
+        session.known.stand(call.known, shape, Standing(call.reason or "", x.dtype, on_gpu), age)
     out, reason = None, call.reason
     if reason is None:
         out, reason = (

@@ -24,6 +24,9 @@ log = logging.getLogger("fusionml")
 MIN_WIDTH = 128
 """Layers narrower than this on either side (routers, gates) have too little arithmetic to share."""
 
+MOST_SHAPES = 64
+"""Shapes of input remembered for each layer; prompts end in chunks of any length."""
+
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 UNKNOWN = "not of a known model"
@@ -39,7 +42,7 @@ class Standing:
     reason: str
     dtype: mx.Dtype
     on_gpu: bool
-    calls: int = 0
+    calls: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -82,6 +85,8 @@ class KnownModels:
         self._models: list[tuple[weakref.ref[nn.Module], bool]] = []
         self._layers: dict[int, Layer] = {}
         self._stood: list[Stood] = []
+        self.age = 0
+        """How often all that stood was forgotten."""
 
     def add(self, model: nn.Module, *, from_loader: bool) -> None:
         """Know `model` from now on; its layers are looked at when they are first called.
@@ -110,9 +115,20 @@ class KnownModels:
     def forget_standing(self) -> None:
         """Decide again for every layer: what stood until something changes may have changed."""
         with self._lock:
+            self.age += 1
             for layer in self._layers.copy().values():
                 self._stood += _stood(layer)
                 layer.standing = {}
+
+    def stand(self, layer: Layer, shape: tuple[int, ...], standing: Standing, age: int) -> None:
+        """Remember that calls of `shape` are stock, unless that was decided before all was last forgotten."""
+        with self._lock:
+            if age != self.age or layer.standing.get(shape) == standing:
+                return  # no longer true, or another thread was as quick and counts already
+            self._stood += _stood(layer)
+            if len(layer.standing) >= MOST_SHAPES:
+                layer.standing = {}
+            layer.standing[shape] = standing
 
     def take_stood(self) -> list[Stood]:
         """The calls that stood down since the last time, also of layers that are gone."""

@@ -49,9 +49,11 @@ class Replacement:
         """Put the original back; False if somebody replaced ours in the meantime."""
         if self.ours is None:
             return True
-        if getattr(self.owner, self.name) not in (self.ours, self.original):
+        current = getattr(self.owner, self.name)
+        if current not in (self.ours, self.original, self.stock):
             return False
-        setattr(self.owner, self.name, self.original)
+        if current is self.ours:  # else somebody has taken it out already
+            setattr(self.owner, self.name, self.original)
         self.ours = self.original = None
         return True
 
@@ -137,6 +139,7 @@ class patched(contextlib.ContextDecorator):
                 _apply()
             except BaseException:
                 del _contexts[token]
+                _apply()
                 raise
             self._tokens.append(token)
         return self

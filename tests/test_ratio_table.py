@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 import fusionml.table as table_module
 from fusionml.ratios import Site
+from fusionml.session import open_table
+from fusionml.settings import home
 from fusionml.table import Entry, RatioTable
 
 MACHINE = {"chip": "M1", "cores": 8, "mlx": "0.32.4", "environment": {"OMP_NUM_THREADS": "4"}}
@@ -647,3 +649,77 @@ print(json.dumps({"error": error, "kept": kept, "left": left, "found": sorted(nu
         "left": ["t.json", "t.json.lock"],
         "found": [0, 1],
     }
+
+
+# --- whose file it is ---
+
+SOMEBODYS = {
+    "a model's config": b'{"model_type": "llama", "hidden_size": 4096}',
+    "binary": bytes(range(256)),
+    "empty": b"",
+    "another schema": b'{"schema": 2, "sections": []}',
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+@pytest.mark.parametrize("raw", SOMEBODYS.values(), ids=list(SOMEBODYS))
+def test_somebodys_file_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture, raw: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(raw)
+    table = RatioTable.load(path, MACHINE, ours=False)
+    assert len(table) == 0
+    (line,) = warnings_in(caplog)
+    assert str(path) in line
+    assert "left as it is" in line
+    table.put(SITE, ENTRY)
+    for change in (table.save, table.clear):
+        with pytest.raises(OSError, match="left as it is"):
+            change()
+        assert contents(tmp_path) == {"config.json": raw}
+    assert table.lookup(SITE) == ENTRY, "in memory it is kept"
+
+
+def test_a_table_of_ours_in_somebodys_place_is_used_and_cleared(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    saved(path, ours=False)
+    table = RatioTable.load(path, MACHINE, ours=False)
+    assert table.lookup(SITE) == ENTRY
+    table.clear()
+    assert contents(tmp_path) == {}
+
+
+def test_at_our_own_place_every_bad_file_is_kept(tmp_path: Path) -> None:
+    path, bad = tmp_path / "t.json", [b"first", b"second", b"", b"fourth"]
+    for number, raw in enumerate(bad):
+        path.write_bytes(raw)
+        if number % 2:
+            table = RatioTable(path, MACHINE)  # nobody looked before it was saved
+            table.put(SITE, ENTRY)
+            table.save()
+            path.unlink()
+        else:
+            RatioTable.load(path, MACHINE)
+    names = ["t.json.bad", "t.json.bad1", "t.json.bad2", "t.json.bad3"]
+    assert contents(tmp_path) == dict(zip(names, bad, strict=True))
+
+
+def test_setting_aside_takes_no_name_that_is_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.with_name("t.json.bad").symlink_to("nowhere")
+    path.with_name("t.json.bad1").mkdir()
+    path.write_bytes(b"bad")
+    RatioTable.load(path, MACHINE)
+    assert path.with_name("t.json.bad").is_symlink()
+    assert path.with_name("t.json.bad2").read_bytes() == b"bad"
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["our own place", "named by the user"])
+def test_only_the_place_that_nobody_named_is_our_own(tmp_path: Path, given: bool) -> None:
+    path = home() / "ratios.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"bad")
+    open_table(str(path) if given else None)
+    assert contents(path.parent) == {"ratios.json" if given else "ratios.json.bad": b"bad"}
