@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 FAILED = "a split that failed"
 TRACE = "under a trace"
+CROWDED = "another thread"
 
 Forward = Callable[[nn.Module, mx.array], mx.array]
 
@@ -102,7 +103,8 @@ def ask(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> Call:
     rows = x.size // x.shape[-1]
     dtype = mx.result_type(x, layer["weight"], *([] if bias is None else [bias]))
     control = session.control(known, dtype, rows)
-    unclean = first_touch(known) or ("another thread" if session.crowded() else None)
+    crowded = session.crowded()  # asked each time: it also tells the other threads that we were here
+    unclean = first_touch(known) or (CROWDED if crowded else None)
     # The parts and the joined output, and at worst a float32 copy of the weight.
     working_set = 2 * rows * known.outputs * dtype.size + 4 * known.arithmetic
     fits, short = session.conditions(working_set)
@@ -175,7 +177,8 @@ def _record(session: Session, call: Call, seconds: float, rows: int) -> None:
     boundary = session.boundary_seconds()
     assert call.control is not None
     charged = seconds + (boundary if call.job.arm == SPLIT and call.job.probe is None else 0.0)
-    call.control.record(call.job, charged, rows, boundary, call.unclean)
+    unclean = call.unclean or (CROWDED if session.crowded() else None)
+    call.control.record(call.job, charged, rows, boundary, unclean)
     session.decided(call.control)
 
 

@@ -35,16 +35,20 @@ def decide(settings: Settings, pair: Pair, entry: Entry | None, *, half: bool, c
     Args:
         settings: `ratio` wins where it is given.
         pair: the units that would share the rows.
-        entry: what was measured for the site, None where nothing was. One that was measured with another
-            CPU type than the user asks for does not count.
+        entry: what was measured for the site and `counts`, None where nothing was.
         half: whether the result is of a half-precision type.
         cpu_dtype: `native` or `float32`: what the CPU rows are computed in without a table.
     """
     if settings.ratio is not None:
         return _plan(settings.ratio, cpu_dtype, f"ratio={settings.ratio} was given")
-    if entry is not None and settings.cpu_dtype in ("auto", entry.cpu_dtype):
+    if entry is not None:
         return _plan(entry.ratio, entry.cpu_dtype, f"measured {entry.when}, gain {entry.gain:.0%}")
     return without_table(pair, half=half, cpu_dtype=cpu_dtype)
+
+
+def counts(settings: Settings, entry: Entry, cpu_dtype: str) -> bool:
+    """Whether an entry holds for the arithmetic that the settings come to for the site, `cpu_dtype`."""
+    return settings.cpu_dtype == "auto" or entry.cpu_dtype == cpu_dtype
 
 
 def without_table(pair: Pair, *, half: bool, cpu_dtype: str) -> Plan:

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from . import machine, pressure, split
 from .known import MIN_WIDTH, KnownModels, Layer
-from .plans import SPLIT, STOCK, Pair, Plan, decide
+from .plans import SPLIT, STOCK, Pair, Plan, counts, decide
 from .ratios import Choice, Site, bucket
 from .saving import Saver
 from .settings import Settings, home
@@ -127,18 +127,21 @@ class Session:
                 if control is None:
                     site = site_of(layer, dtype, rows)
                     control = self._controls[key] = self._new_control(site, dtype, backend)
-            plan = control.plan
-            log.info("%s: %s, CPU share %.2f: %s", control.name, plan.arm, plan.ratio, plan.why)
+            now = control.state()
+            log.info("%s: %s, CPU share %.2f: %s", control.name, now["arm"], now["ratio"], now["why"])
         return control
 
     def _new_control(self, site: Site, dtype: mx.Dtype, backend: str) -> SiteControl:
+        cpu_dtype = split.resolve_cpu_dtype(self.settings.cpu_dtype, dtype)
         entry = self.table(backend).lookup(site) if self.settings.ratio is None else None
+        if entry is not None and not counts(self.settings, entry, cpu_dtype):
+            entry = None
         plan = decide(
             self.settings,
             Pair(backend, machine.cores()),
             entry,
             half=dtype in split.HALF_TYPES,
-            cpu_dtype=split.resolve_cpu_dtype(self.settings.cpu_dtype, dtype),
+            cpu_dtype=cpu_dtype,
         )
         policy = self.settings.gate
         if policy != "off" and plan.arm == SPLIT and entry is None and self.settings.ratio is None:
@@ -182,17 +185,22 @@ class Session:
         """
         now = pressure.read()
         short = now.level in ("warning", "critical") or (now.swap_in_rate or 0) > SWAPPING
-        with self._lock:
-            if not short:
-                self._short_since = None
-            elif self._short_since is None:
-                self._short_since = time.monotonic()
-            since = self._short_since
-        if since is not None and time.monotonic() - since > PATIENCE:
+        if self._short_for(short) > PATIENCE:
+            # Not under our lock: a site that decides holds its own and may be waiting for ours.
             for control in self._all_controls():
                 control.stand_down(f"memory pressure for more than {PATIENCE:.0f} s")
         strained = now.low_power or now.on_battery or now.thermal not in (None, "nominal")
         return (False if strained else pressure.fits(now, working_set)), short
+
+    def _short_for(self, short: bool) -> float:
+        """Seconds since memory became short, if it is."""
+        with self._lock:
+            if not short:
+                self._short_since = None
+                return 0.0
+            now = time.monotonic()
+            self._short_since = now if self._short_since is None else self._short_since
+            return now - self._short_since
 
     def crowded(self) -> bool:
         """Whether another thread made a large call since this one's last: times would not be its own."""

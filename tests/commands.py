@@ -30,6 +30,6 @@ def command(capsys: pytest.CaptureFixture[str], *argv: str) -> Answer:
 def assert_refused(answer: Answer, *words: str) -> None:
     """Exit status 2, nothing on stdout and one line on stderr, which holds all `words`."""
     assert (answer.status, answer.out) == (2, ""), answer
-    assert answer.err.startswith("fusionml "), answer.err
+    assert answer.err.startswith("fusionml"), answer.err
     assert answer.err.count("\n") == 1, answer.err
     assert all(word in answer.err for word in words), answer.err

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from models import pair as small_pair
 from models import tiny, tokens
-from pairs import EQUAL_STREAMS, THOUSAND, Pair, Unit
+from pairs import EQUAL_STREAMS, Pair, Unit
 
 import fusionml
 from fusionml import forwards, machine, patching, pressure, split
@@ -39,6 +39,8 @@ PROMPT = ROWS + 1
 GAINS = Pair("a split that gains", Unit(0.0, 26e-6, 1.1), Unit(0.0, 13e-6, 1.1), 5e-6)
 LAYERS = 14
 """Layers of the tiny Llama that may split: two blocks of seven."""
+HOPELESS = replace(GAINS, cpu=Unit(0.0, 13e-3))
+"""A CPU a thousand times slower than the current stream."""
 
 Patch = Callable[..., None]
 
@@ -150,7 +152,7 @@ def test_a_site_without_a_table_is_stock_until_it_has_learned_and_tokens_are_sto
 
 
 def test_learning_is_paid_by_what_stock_takes(simulate: Any, patch: Patch) -> None:
-    world = simulate(THOUSAND)
+    world = simulate(HOPELESS)
     model = known(tiny("llama"), patch)
     learn(model)
     status = fusionml.status()
@@ -158,7 +160,7 @@ def test_learning_is_paid_by_what_stock_takes(simulate: Any, patch: Patch) -> No
     looks = [(arm, rows) for arm, _, rows in world.timed if arm == "solo"]
     assert len(looks) == 3, "one for each site"
     assert not [arm for arm, _, _ in world.timed if arm == "split"]
-    assert status["probe_seconds"] < 3 * (THOUSAND.cpu.alone(32) + 4 * THOUSAND.boundary)
+    assert status["probe_seconds"] < 3 * (HOPELESS.cpu.alone(32) + 4 * HOPELESS.boundary)
 
 
 def test_what_was_learned_survives_unpatch_and_other_threads(simulate: Any, patch: Patch) -> None:
@@ -174,7 +176,7 @@ def test_what_was_learned_survives_unpatch_and_other_threads(simulate: Any, patc
     with ThreadPoolExecutor(1) as pool:
         pool.submit(prompt, model).result()
     assert arms() == {"split"}
-    assert len(world.timed) - done <= 3, "no learning anew"
+    assert not [arm for arm, _, _ in world.timed[done:] if arm == "solo"], "no learning anew"
     assert not patching.session().learning()
 
 
@@ -261,7 +263,7 @@ def test_a_table_that_cannot_be_written_is_one_warning(
 
 
 def test_a_measured_share_of_zero_is_stock_without_a_gate(simulate: Any, patch: Patch) -> None:
-    world = simulate(THOUSAND)
+    world = simulate(HOPELESS)
     model = known(tiny("llama"), patch)
     learn(model)
     done = len(world.timed)
@@ -352,7 +354,7 @@ def test_a_given_ratio_overrules_the_table_and_goes_through_probation(
 
 @pytest.mark.parametrize("settings", [{"gate": "off"}, {"gate": "off", "ratio": 0.5}])
 def test_off_is_the_plan_from_the_first_call(patch: Patch, simulate: Any, settings: dict[str, Any]) -> None:
-    world = simulate(THOUSAND)
+    world = simulate(HOPELESS)
     model = known(tiny("llama"), patch, **settings)
     prompt(model)
     assert arms() == {"split"}
@@ -703,7 +705,7 @@ def test_asking_for_the_status_while_a_site_saves_what_it_learned_locks_nobody_o
     table = Session.table
 
     def slow(self: Session, backend: str) -> RatioTable:
-        other = threading.Thread(target=lambda: asked.append(fusionml.status()["probe_seconds"] >= 0))
+        other = threading.Thread(target=lambda: asked.append(self.probe_seconds() >= 0), daemon=True)
         other.start()
         time.sleep(0.05)
         return table(self, backend)
