@@ -330,15 +330,13 @@ def _doctor(args: argparse.Namespace) -> int:
     from . import doctor, loading
     from .patching import patched
 
-    try:
-        context = patched()
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    with context:
-        model, name = None, None
-        if args.model is not None:
-            model, _, _, name = loading.load(args.model)
-        report = doctor.examine(model, name)
+    _resolved({})
+    model = None
+    if args.model is not None:
+        with patched(enabled=True):  # also where it is off: its layers are told all the same
+            model = loading.load(args.model)[0]
+    with patched():
+        report = doctor.examine(model, args.model)
     print(json.dumps(report, indent=1) if args.json else doctor.render(report))
     return 0 if report["on"] else 1
 

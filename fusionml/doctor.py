@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ import mlx.nn as nn
 
 from . import machine, patching, pressure
 from .session import open_table
+from .settings import variable
 
 WEDGES = "MLX_METAL_FAST_SYNCH"
 
@@ -18,16 +20,23 @@ def examine(model: nn.Module | None, name: str | None) -> dict[str, Any]:
     """Everything that a bug report should carry, as plain data; call it while patched.
 
     `on` is False for a reason that the user can mend, which `off_because` gives; `next` is the one command
-    to run next.
+    to run next, as it stands.
+
+    Args:
+        model: a known model, None to look at the machine only.
+        name: its folder or hub id, as the user gave it.
     """
     settings = patching.session().settings
     table = open_table(settings.table)
     state = patching.status()
-    reasons = _off(state, model)
+    variables = _switched_off(state)
+    reasons = [f"{each}={os.environ.get(each)} in the environment: unset it" for each in variables]
+    hopeless = model is not None and not state["eligible"]
+    reasons += ["no layer of this model may split"] if hopeless else []
     return {
         "on": not reasons,
         "off_because": reasons,
-        "next": _next(reasons, len(table), name),
+        "next": _next(variables, hopeless, len(table), name),
         "environment": machine.stamp(),
         "pressure": asdict(pressure.read()),
         "table": {
@@ -43,22 +52,21 @@ def examine(model: nn.Module | None, name: str | None) -> dict[str, Any]:
     }
 
 
-def _off(state: dict[str, Any], model: nn.Module | None) -> list[str]:
-    reasons = []
-    if not state["settings"]["enabled"]:
-        reasons.append("FUSIONML_ENABLED=0 in the environment: unset it")
-    if state["settings"]["ratio"] == 0:
-        reasons.append("FUSIONML_RATIO=0 in the environment: unset it")
-    if model is not None and not state["eligible"]:
-        reasons.append("no layer of this model may split")
-    return reasons
+def _switched_off(state: dict[str, Any]) -> list[str]:
+    """The variables of the environment that switch everything off."""
+    settings = state["settings"]
+    off = {"enabled": not settings["enabled"], "ratio": settings["ratio"] == 0}
+    return [variable(setting) for setting in off if off[setting]]
 
 
-def _next(reasons: list[str], entries: int, name: str | None) -> str:
-    if reasons:
-        return "python -m fusionml doctor"
-    model = "" if name is None else " --model MODEL"
-    return f"python -m fusionml {'compare' if entries else 'calibrate'}{model}"
+def _next(variables: list[str], hopeless: bool, entries: int, name: str | None) -> str:
+    command = "python -m fusionml"
+    model = "" if name is None else f" --model {shlex.quote(name)}"
+    if variables:
+        return f"env {' '.join(f'-u {each}' for each in variables)} {command} doctor{model}"
+    if hopeless:
+        return f"{command} compare"  # on a model that does split
+    return f"{command} {'compare' if entries else 'calibrate'}{model}"
 
 
 def _layers() -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +44,7 @@ class Simulation:
     errors: dict[str, float] = field(default_factory=dict)
     interrupt_after: int | None = None
     made: list[tuple[str, int, str]] = field(default_factory=list)
-    spent: Counter[str] = field(default_factory=Counter)
+    spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     probes: list[Probe] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
 

@@ -8,7 +8,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -496,11 +496,11 @@ def test_decoding_and_short_prompts_ask_nobody(
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The session's clock, which tests move by hand."""
     now = SimpleNamespace(seconds=0.0)
     monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: now.seconds))
-    yield now
+    return now
 
 
 def measured_model(patch: Patch, path: Path, **settings: Any) -> nn.Module:
@@ -523,7 +523,7 @@ def test_under_pressure_nothing_is_probed_it_stands_down_when_it_lasts_and_recov
     world = simulate(GAINS)
     model = measured_model(patch, tmp_path / "t.json")
     prompt(model)
-    level = "warning"
+    level: pressure.Level = "warning"
     monkeypatch.setattr(pressure, "read", lambda: Reading(level=level, free_bytes=2**40))
     done = len(world.timed)
     with caplog.at_level(logging.INFO, logger="fusionml"):

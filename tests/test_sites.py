@@ -101,7 +101,7 @@ def best(pair: Pair, rows: int = ROWS) -> float:
 @pytest.mark.parametrize("chip", [*PAPER_CHIPS, EQUAL_STREAMS, M5_LIKE], ids=lambda pair: pair.name)
 def test_learning_ends_on_the_right_arm_and_pays_for_itself(chip: Pair) -> None:
     world = learning_world(chip)
-    for _prompt in range(200):
+    for _ in range(200):
         world.prompts(1)
         if not world.control.learning:
             break
@@ -193,7 +193,7 @@ def test_an_outlier_of_stock_does_not_open_the_purse() -> None:
 
 def test_it_says_how_many_prompts_are_left() -> None:
     world = learning_world(M1)
-    said = []
+    said: list[int] = []
     while world.control.learning and len(said) < 100:
         world.prompts(1)
         why = world.control.state()["why"]
