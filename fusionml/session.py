@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import machine, pressure, split
+from . import machine, pressure, split, timing
 from .known import MIN_WIDTH, KnownModels, Layer
 from .plans import SPLIT, STOCK, Pair, Plan, counts, decide
 from .ratios import Choice, Site, bucket
@@ -173,9 +173,7 @@ class Session:
         backend = machine.backend()
         with self._lock:
             if backend not in self._boundaries:
-                from .calibrate import boundary_seconds
-
-                self._boundaries[backend] = boundary_seconds()
+                self._boundaries[backend] = timing.boundary_seconds()
             return self._boundaries[backend]
 
     def conditions(self, working_set: int) -> tuple[bool | None, bool]:
