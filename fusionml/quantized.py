@@ -163,14 +163,14 @@ def quantised_parts(
     """
     added = [] if bias is None else [bias]
     dtype = mx.result_type(flat, packed.scales, packed.biases, *added)
-    head, cpu_packed, cpu_bias = flat[:m], packed, bias
+    head, cpu_packed, cpu_bias = flat, packed, bias
     if cpu_dtype == "float32":
-        head, cpu_packed = head.astype(mx.float32), packed.astype(mx.float32)
+        head, cpu_packed = flat[:m].astype(mx.float32), packed.astype(mx.float32)
         cpu_bias = None if bias is None else bias.astype(mx.float32)
     copies = [] if cpu_bias is None else [cpu_bias]
     split.materialise([flat, head, *packed.arrays, *cpu_packed.arrays, *added, *copies], boundary)
     with mx.stream(split.cpu_stream):
-        cpu = cpu_packed.multiply(head)
+        cpu = cpu_packed.multiply(head[:m])
         cpu = (cpu if cpu_bias is None else cpu + cpu_bias).astype(dtype)
     current = packed.multiply(flat[m:])
     return cpu, current if bias is None else current + bias
