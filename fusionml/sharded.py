@@ -33,7 +33,7 @@ def product_bias(layer: nn.Module) -> mx.array | None:
 
 
 def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
-    """The lazy local product `[..., N]` as MLX computes it: `x` times this rank's shard, plus `product_bias`."""
+    """The lazy local product `[..., N]` as MLX computes it: this rank's shard, and `product_bias`."""
     bias = product_bias(layer)
     if "scales" in layer:
         out = Packed.of(layer).multiply(x)

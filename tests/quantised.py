@@ -14,10 +14,15 @@ def exact(array: mx.array) -> np.ndarray:
 
 
 def pack(
-    shape: tuple[int, ...], dtype: mx.Dtype = mx.float32, *, bits: int = 4, group_size: int = 64, seed: int = 0
+    shape: tuple[int, ...],
+    dtype: mx.Dtype = mx.float32,
+    *,
+    bits: int = 4,
+    group_size: int = 64,
+    seed: int = 0,
 ) -> Packed:
     """Random weights `[..., N, K]` of the size of a layer's own, quantised, with scales of `dtype`."""
-    weight = mx.random.normal(shape, key=mx.random.key(seed)) * shape[-1] ** -0.5
+    weight = mx.random.normal(shape, key=mx.random.key(11)) * shape[-1] ** -0.5
     arrays = mx.quantize(weight.astype(dtype), group_size, bits)
     mx.eval(*arrays)
     return Packed(*arrays, group_size, bits)

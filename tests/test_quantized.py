@@ -85,11 +85,8 @@ def test_the_product(bits: int, group_size: int, dtype: mx.Dtype) -> None:
 def test_every_shape(dtype: mx.Dtype, dimensions: int) -> None:
     packed = pack((N, K), dtype)
     for bias in (False, True):
-        assert_as_good_as_stock(*_with(packed, data(SHAPES[dimensions], dtype, bias)))
-
-
-def _with(packed: Packed, given: tuple[mx.array, mx.array | None]) -> tuple[mx.array, Packed, mx.array | None]:
-    return given[0], packed, given[1]
+        x, added = data(SHAPES[dimensions], dtype, bias)
+        assert_as_good_as_stock(x, packed, added)
 
 
 @pytest.mark.parametrize("types", [*itertools.product(FLOATS, FLOATS, (None, *FLOATS))], ids=str)
@@ -238,22 +235,24 @@ def test_a_dequantised_weight_is_transient(bits: int, dtype: mx.Dtype) -> None:
 def test_a_trace_raises_mlxs_own_error_and_leaves_nothing_broken() -> None:
     packed, (x, _) = pack((N, K)), data((48, K), mx.float32, False)
 
-    def given_x(compute: Callable[..., mx.array]) -> Callable[[mx.array], mx.array]:
-        return lambda a: compute(a, packed)
-
-    def given_scales(compute: Callable[..., mx.array]) -> Callable[[mx.array], mx.array]:
-        return lambda s: compute(x, Packed(packed.weight, s, packed.biases, 64, 4))
-
     calls = [lambda a, p: quantized.dense(a, p, None, "eager")]
     calls += [
         lambda a, p, form=form: quantized.run_quantized(a, p, None, 16, form, "eager", "native")
         for form in FORMS
     ]
-    for call, (given, argument) in itertools.product(calls, [(given_x, x), (given_scales, packed.scales)]):
-        for traced in (mx.compile(given(call)), mx.grad(lambda a, f=given(call): f(a).sum())):
-            with pytest.raises(ValueError, match="transformation") as raised:
-                mx.eval(traced(argument))
-            assert split.is_trace_error(raised.value)
+    for call in calls:
+
+        def of_x(a: mx.array, call: Callable[..., mx.array] = call) -> mx.array:
+            return call(a, packed).sum()
+
+        def of_scales(s: mx.array, call: Callable[..., mx.array] = call) -> mx.array:
+            return call(x, Packed(packed.weight, s, packed.biases, 64, 4)).sum()
+
+        for function, argument in ((of_x, x), (of_scales, packed.scales)):
+            for transform in (mx.compile, mx.grad):
+                with pytest.raises(ValueError, match="transformation") as raised:
+                    mx.eval(transform(function)(argument))
+                assert split.is_trace_error(raised.value)
     plain = layer(packed, None)
     assert mx.array_equal(mx.compile(lambda a: plain(a))(x), plain(x))
 
