@@ -33,7 +33,8 @@ def main() -> None:
     arms: Arms = {"stock": lambda: experts.stock(x, weight, None, indices)}
     arms["dense"] = lambda: experts.dense(x, weight, None, indices, "eager")
     wide = ("native", "float32") if dtype != mx.float32 else ("native",)
-    for form, cpu_dtype in itertools.product(experts.FORMS, wide):
+    forms = experts.FORMS if options.bits else (experts.GATHER, experts.EACH)
+    for form, cpu_dtype in itertools.product(forms, wide):
         arms[f"split, {form}, {cpu_dtype}"] = lambda form=form, cpu_dtype=cpu_dtype: experts.run_experts(
             x, weight, None, indices, m, form, "eager", cpu_dtype
         )

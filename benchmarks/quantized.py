@@ -28,7 +28,7 @@ def main() -> None:
     del weight
     print(
         f"{options.inputs} by {options.outputs}, {options.bits} bits in groups of {options.group_size}, "
-        f"{options.dtype}; the dense weight is {options.inputs * options.outputs * dtype.size / 2**20:.1f} MiB; "
+        f"{options.dtype}; the dense weight is {dense.size * dtype.size / 2**20:.1f} MiB; "
         f"backend {machine.backend()}, {machine.cores()} cores"
     )
     for rows in options.rows:

@@ -19,12 +19,15 @@ import numpy as np
 from . import split
 from .quantized import Packed, dequantised, unpacked
 
-GATHER, EACH = "gather", "each"
-FORMS = (GATHER, EACH)
-"""How the current stream computes its rows: gathering as stock does, or with one dense product an expert.
+GATHER, EACH, QUANTISED = "gather", "each", "quantised"
+FORMS = (GATHER, EACH, QUANTISED)
+"""How the parts are computed:
 
-Where experts must be dequantised or widened for the CPU, the current stream does it with `gather`, as it
-should be where that is a GPU; with `each` both streams do their own.
+- `gather`: the current stream gathers as stock does, and dequantises or widens experts for the CPU, which
+  runs one dense product an expert.
+- `each`: both streams run one dense product an expert, and dequantise or widen their own.
+- `quantised`, for quantised experts only: the current stream gathers as stock does, and the CPU runs one
+  `quantized_matmul` an expert, dequantising nothing.
 """
 AHEAD = 2
 """Experts whose transient weights a stream may hold at once."""
@@ -120,12 +123,11 @@ def run_experts(
 
     Args:
         x: `[rows, 1, K]`, sorted by expert.
-        weight: `[E, N, K]`, dense or quantised; only experts that the CPU has rows of are dequantised, and
-            with `each` those of the current stream as well.
+        weight: `[E, N, K]`, dense or quantised; for the CPU no expert is dequantised that it has no row of.
         bias: `[E, N]` or None.
         indices: `[rows]`, the expert of each row.
         m: rows of the CPU part, `0 < m < rows`.
-        form: `gather` or `each`, see `FORMS`.
+        form: `gather`, `each` or `quantised`, see `FORMS`.
         boundary: see `split.materialise`; the indices are evaluated in any case.
         cpu_dtype: `native` or `float32`, of the CPU part.
 
@@ -155,8 +157,8 @@ def expert_parts(
     cpu_type = mx.float32 if cpu_dtype == "float32" else dtype
     cpu_weight = _made_here(weight, head, cpu_type, boundary) if form == GATHER else weight
     with mx.stream(split.cpu_stream):
-        cpu = _each(x, cpu_weight, bias, head, cpu_type)
-    if form == GATHER:
+        cpu = _each(x, cpu_weight, bias, head, cpu_type, packed=form == QUANTISED)
+    if form != EACH:
         current = stock(x[m:], weight, bias, indices[m:]).reshape(-1, weight.shape[-2])
     else:
         products = _each(x, weight, bias, rest, dtype)
@@ -184,12 +186,21 @@ def _each(
     bias: mx.array | None,
     runs: list[Run],
     dtype: mx.Dtype,
+    *,
+    packed: bool = False,
 ) -> list[mx.array]:
-    """The lazy product `[rows, N]` of each run, in `dtype` or the bias's wider one, on the current stream."""
+    """The lazy product `[rows, N]` of each run, in `dtype` or the bias's wider one, on the current stream.
+
+    `packed` multiplies by the quantised weight as it is.
+    """
     flat = x.reshape(-1, x.shape[-1])
     products = []
     for expert, start, stop in runs:
-        out = flat[start:stop].astype(dtype) @ _matrix(weight, expert, dtype, "none").T
+        rows = flat[start:stop].astype(dtype)
+        if packed and isinstance(weight, Packed):
+            out = weight[expert].astype(dtype).multiply(rows)
+        else:
+            out = rows @ _matrix(weight, expert, dtype, "none").T
         products.append(out if bias is None else out + bias[expert])
     return products
 

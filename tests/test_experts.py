@@ -15,11 +15,12 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from quantised import error, exact, pack, values
 
 from fusionml import experts, quantized, split
-from fusionml.experts import EACH, FORMS, GATHER, Run, Weight
+from fusionml.experts import EACH, FORMS, GATHER, QUANTISED, Run, Weight
 from fusionml.quantized import Packed
 
 E, K, N = 6, 128, 24
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
+CASES = [(form, bits) for form in FORMS for bits in (None, 4) if bits or form != QUANTISED]
 COUNTS = {
     "several rows each": [9, 3, 12, 7, 4, 2],
     "some without rows": [0, 17, 0, 0, 19, 1],
@@ -55,6 +56,10 @@ def truth(x: mx.array, weight: Weight, bias: mx.array | None, indices: mx.array)
     return np.array(rows).reshape(len(rows), 1, N)
 
 
+def forms_for(weight: Weight) -> tuple[str, ...]:
+    return FORMS if isinstance(weight, Packed) else (GATHER, EACH)
+
+
 def layer(weight: Weight, bias: mx.array | None) -> nn.Module:
     """MLX-LM's own layer with these very arrays."""
     if isinstance(weight, Packed):
@@ -75,7 +80,7 @@ def arms(
     rows = x.shape[0]
     found = {("dense", b): experts.dense(x, weight, bias, indices, b) for b in split.BOUNDARIES}
     cuts = sorted({1, rows // 3, rows - 1} - {0, rows}) if rows > 1 else []
-    forms = FORMS if gathers else (EACH,)
+    forms = forms_for(weight) if gathers else (EACH,)
     for m, *options in itertools.product(cuts, forms, split.BOUNDARIES, ("native", "float32")):
         found[(m, *options)] = experts.run_experts(x, weight, bias, indices, m, *options)
     return found
@@ -198,11 +203,11 @@ def test_the_boundaries_of_the_experts(indices: list[int], m: int) -> None:
 @given(
     counts=st.lists(st.integers(0, 12), min_size=E, max_size=E).filter(lambda c: sum(c) >= 2),
     share=st.floats(0.01, 0.99),
-    form=st.sampled_from(FORMS),
-    bits=st.sampled_from([None, 4]),
+    case=st.sampled_from(CASES),
 )
 @settings(max_examples=60, deadline=None)
-def test_any_routing(counts: list[int], share: float, form: str, bits: int | None) -> None:
+def test_any_routing(counts: list[int], share: float, case: tuple[str, int | None]) -> None:
+    form, bits = case
     x, indices = call(counts)
     m = min(max(1, round(share * len(x))), len(x) - 1)
     weight, bias = weights(mx.float32, bits), biases(mx.float32)
@@ -219,9 +224,11 @@ def test_only_experts_with_rows_on_the_cpu_are_dequantised(
 ) -> None:
     unpacked: list[bool] = []
     whole = quantized.unpacked
+    with mx.stream(split.cpu_stream):
+        ours = mx.default_stream(mx.cpu)
 
     def spy(packed: Packed, dtype: mx.Dtype, *, wait: bool) -> mx.array:
-        unpacked.append(mx.default_stream(mx.default_device()) == split.cpu_stream)
+        unpacked.append(mx.default_stream(mx.default_device()) == ours)
         return whole(packed, dtype, wait=wait)
 
     for module in (quantized, experts):
@@ -229,12 +236,11 @@ def test_only_experts_with_rows_on_the_cpu_are_dequantised(
     x, indices = call([4, 0, 4, 4, 4, 4])
     mx.eval(experts.run_experts(x, weights(mx.float32, 4), None, indices, 10, form, "eager", "native"))
     # Rows of three experts are the CPU's; the third has rows on the other side as well.
-    assert len(unpacked) == (3 if form == GATHER else 3 + 3)
+    assert unpacked == {GATHER: [False] * 3, EACH: [True] * 3 + [False] * 3, QUANTISED: []}[form]
 
 
 @pytest.mark.parametrize("cpu_dtype", ["native", "float32"])
-@pytest.mark.parametrize("bits", [None, 4])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "bits"), CASES)
 def test_each_part_is_on_its_own_stream(
     monkeypatch: pytest.MonkeyPatch, form: str, bits: int | None, cpu_dtype: str
 ) -> None:
@@ -248,7 +254,7 @@ def test_each_part_is_on_its_own_stream(
     with pytest.raises(RuntimeError, match="Stream"):
         mx.eval(cpu)
     monkeypatch.undo()
-    if form == EACH or bits is None:
+    if form != GATHER or bits is None:
         monkeypatch.setattr(experts, "_in_turn", lambda *products: None)
         with mx.stream(foreign_stream()):
             cpu, current = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", cpu_dtype)
@@ -259,7 +265,7 @@ def test_each_part_is_on_its_own_stream(
 
 @pytest.mark.parametrize("boundary", split.BOUNDARIES)
 def test_the_boundary(boundary: str) -> None:
-    for form in FORMS:
+    for form in (GATHER, EACH):
         x, indices = call(COUNTS["several rows each"])
         inputs = [lazy(x), lazy(weights(mx.float32)), lazy(biases(mx.float32)), lazy(indices)]
         out = experts.run_experts(*inputs, 10, form, boundary, "native")
@@ -291,6 +297,7 @@ def test_few_dequantised_experts_are_alive_at_once() -> None:
     assert peak(lambda: experts.dense(x, packed, None, indices, "eager")) < whole / 2
     assert peak(run(EACH)) < whole / 2
     assert peak(run(GATHER)) < whole * 0.75
+    assert peak(run(QUANTISED)) < whole / 8
 
 
 # What is refused
@@ -301,7 +308,7 @@ def test_a_trace_raises_mlxs_own_error_and_leaves_nothing_broken(bits: int | Non
     x, indices = call(COUNTS["several rows each"])
     weight = weights(mx.float32, bits)
     calls = [lambda a, i: experts.dense(a, weight, None, i, "eager")]
-    for form, boundary in itertools.product(FORMS, ("eager", "none")):
+    for form, boundary in itertools.product(forms_for(weight), ("eager", "none")):
         calls.append(
             lambda a, i, form=form, boundary=boundary: experts.run_experts(
                 a, weight, None, i, 10, form, boundary, "native"
