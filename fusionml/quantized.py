@@ -105,14 +105,10 @@ def dequantised(packed: Packed, dtype: mx.Dtype, boundary: str) -> mx.array:
     """The weight `[N, K]` in `dtype`, on the current stream.
 
     Lazy on a GPU and where `boundary` is `none`; real on a CPU, where a lazy one would take many times its
-    own memory.
-
-    Raises:
-        ValueError: under a trace of the weight, on a CPU.
+    own memory. Under a trace it may be computed in vain: whoever makes the product real finds the trace.
     """
     if boundary == "none" or mx.default_device() == mx.gpu:
         return packed.astype(dtype).dense()
-    split.materialise(packed.arrays, boundary)
     return unpacked(packed, dtype, wait=True)
 
 
@@ -131,7 +127,6 @@ def dense(x: mx.array, packed: Packed, bias: mx.array | None, boundary: str) -> 
         ValueError: under a trace, where there is a boundary.
     """
     dtype = packed.product_type(x)
-    split.materialise([x, *packed.arrays, *([] if bias is None else [bias])], boundary)
     weight = dequantised(packed, dtype, boundary)
     out = x.astype(dtype) @ weight.T
     out = out if bias is None else out + bias

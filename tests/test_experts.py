@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from graphs import evaluated, foreign_stream, lazy
+from graphs import evaluated, foreign_stream, lazy, operations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import switch_layers
@@ -174,6 +174,22 @@ def test_what_mlx_lm_sorts_is_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
         assert mx.allclose(mine, theirs, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("x", "indices"),
+    [
+        ((6, 1, K), (2, 3)),
+        ((6, 2, K), (6,)),
+        ((6, K), (6,)),
+        ((1, 1, K), (6,)),
+        ((6, 1, K), (6, 2)),
+        ((2, 3, 1, K), (2, 3)),
+    ],
+)
+def test_other_shapes_are_no_sorted_call(x: tuple[int, ...], indices: tuple[int, ...]) -> None:
+    assert experts.is_sorted_call(mx.zeros((6, 1, K)), mx.zeros((6,), mx.uint32))
+    assert not experts.is_sorted_call(mx.zeros(x), mx.zeros(indices, mx.uint32))
+
+
 # The rows of each expert
 
 
@@ -247,7 +263,7 @@ def test_each_part_is_on_its_own_stream(
     x, indices = call([4, 0, 4, 4, 4, 4])
     weight, bias = weights(mx.float32, bits), biases(mx.float32)
     mx.eval(bias)
-    monkeypatch.setattr(experts, "_in_turn", lambda *products: None)
+    monkeypatch.setattr(experts, "_dispatch", lambda *products: None)
     monkeypatch.setattr(split, "cpu_stream", foreign_stream())
     cpu, current = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", cpu_dtype)
     mx.eval(current)
@@ -255,12 +271,23 @@ def test_each_part_is_on_its_own_stream(
         mx.eval(cpu)
     monkeypatch.undo()
     if form != GATHER or bits is None:
-        monkeypatch.setattr(experts, "_in_turn", lambda *products: None)
+        monkeypatch.setattr(experts, "_dispatch", lambda *products: None)
         with mx.stream(foreign_stream()):
             cpu, current = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", cpu_dtype)
         mx.eval(cpu)
         with pytest.raises(RuntimeError, match="Stream"):
             mx.eval(current)
+
+
+def test_a_gathering_stream_widens_experts_for_the_cpu_at_the_boundary() -> None:
+    x, indices = call(COUNTS["several rows each"], mx.float16)
+    weight = weights(mx.float16)
+    mx.eval(weight)
+    cpu, _ = experts.expert_parts(x, weight, None, indices, 10, GATHER, "eager", "float32")
+    # The rows of two runs and the result: no cast of a weight is left.
+    assert operations(cpu).count("AsType") == 3
+    with mx.stream(foreign_stream()), pytest.raises(RuntimeError, match="Stream"):
+        experts.expert_parts(x, weight, None, indices, 12, GATHER, "eager", "float32")
 
 
 @pytest.mark.parametrize("boundary", split.BOUNDARIES)
