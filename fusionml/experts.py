@@ -137,7 +137,7 @@ def run_experts(
         ValueError: under a trace.
     """
     cpu, current = expert_parts(x, weight, bias, indices, m, form, boundary, cpu_dtype)
-    return split.join(cpu, current, x.shape[:-1], split.needs_dispatch())
+    return split.join(cpu, current, x.shape[:-1], split.needs_settling())
 
 
 def expert_parts(

@@ -199,7 +199,7 @@ def run_quantized(
     flat = x.reshape(-1, x.shape[-1])
     parts = dense_parts if form == DENSE else quantised_parts
     cpu, current = parts(flat, packed, bias, m, boundary, cpu_dtype)
-    out = split.join(cpu, current, x.shape[:-1], split.needs_dispatch())
+    out = split.join(cpu, current, x.shape[:-1], split.needs_settling())
     if form == DENSE:
         # A lazy result holds on to the dense weight, and layers that share an input would add up.
         del cpu, current
