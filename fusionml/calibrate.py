@@ -20,7 +20,7 @@ import numpy as np
 from . import machine, patching, pressure, split
 from .known import KnownModels, Layer
 from .measure import relative_error
-from .ratios import PAPER_GRID, STOCK, Choice, Probe, RatioSearch, Site, bucket
+from .ratios import DEFAULT_ROWS, PAPER_GRID, STOCK, Choice, Probe, RatioSearch, Site, bucket
 from .session import BUSY, entry_of
 from .table import RatioTable
 from .timing import boundary_seconds
@@ -316,7 +316,7 @@ def _verified(
 def calibrate(
     model: nn.Module,
     *,
-    rows: Sequence[int],
+    rows: Sequence[int] = DEFAULT_ROWS,
     budget: float = 60.0,
     table: RatioTable | None = None,
     cpu_dtype: str = "auto",

@@ -21,6 +21,9 @@ PAPER_GRID = (0.0, 0.10, 0.20, 0.30, 0.40, 0.50)
 
 ROW_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Lower bounds of the row buckets."""
+DEFAULT_ROWS = (512, 1024, 2048)
+"""Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
+
 
 LARGEST_RATIO = 0.9
 """No search and no table goes beyond it: past it the current stream would be the helper."""
