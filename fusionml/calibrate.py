@@ -17,15 +17,24 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import machine, pressure, split
+from . import machine, patching, pressure, split
 from .known import KnownModels, Layer
 from .measure import relative_error
-from .ratios import Choice, Probe, RatioSearch, Site, bucket
+from .ratios import DEFAULT_ROWS, PAPER_GRID, STOCK, Choice, Probe, RatioSearch, Site, bucket
 from .session import BUSY, entry_of
 from .table import RatioTable
+from .timing import boundary_seconds
 
 LEAST_ROWS = 16
 LISTEN_SECONDS = 0.5
+FEW_SAMPLES = 40
+"""Calls of stock in whose time one search is done, at the fewest repeats."""
+FIRST_PASS = 0.6
+"""Share of the budget for the first search of every site; the rest is for a second, at another moment."""
+STEADY = 0.02
+"""Relative deviation of one sample up to which one search is enough."""
+REPEATS = (5, 7)
+"""Samples of each ratio, at the fewest and at the most."""
 CACHE_BYTES = 256 * 2**20
 """Weights are taken in turn from so many bytes of layers, more than a last-level cache holds."""
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
@@ -145,28 +154,6 @@ def _sharing(model: nn.Module, splitting: set[int]) -> dict[int, int]:
 # --- timing
 
 
-def boundary_seconds(links: int = 16, repeats: int = 7) -> float:
-    """What one boundary costs on this machine: the host's round trip, which stock's lazy graph never makes.
-
-    A chain of small products evaluated at once, against the same chain evaluated link by link.
-    """
-    weight = mx.zeros((256, 256))
-    x = mx.zeros((32, 256))
-
-    def chain(eager: bool) -> float:
-        start, y = time.perf_counter(), x
-        for _ in range(links):
-            y = y @ weight
-            if eager:
-                mx.eval(y)
-        mx.eval(y)
-        return time.perf_counter() - start
-
-    chain(True)
-    pairs = [(chain(False), chain(True)) for _ in range(repeats)]
-    return max(0.0, float(np.median([eager - lazy for lazy, eager in pairs])) / links)
-
-
 class Bench:
     """Times the probes of one shape at one number of rows.
 
@@ -244,11 +231,15 @@ def search_site(
     *,
     seconds: float,
     boundary: float,
+    most: float | None = None,
     cpu_dtype: str = "auto",
     grid: Sequence[float] | None = None,
     made_up: mx.Dtype | None = None,
 ) -> Outcome:
     """The best share of one site within `seconds`, over all CPU types that are safe.
+
+    Where that is too little to finish even one search, it may take up to `most`: one site that is known is
+    worth more than several that were begun.
 
     What could not be finished counts only if it was measured to be faster than stock. A split that computes
     something else is passed over for the next best.
@@ -262,8 +253,10 @@ def search_site(
             left_out = left_out or "out of time before anything was timed"
             continue
         bench = Bench(shape, rows, name, made_up)
-        search = _search(rows, charge, grid)
-        bench.seconds(Probe("stock"))  # the first touch of anything never counts
+        each = bench.seconds(STOCK)  # the first touch of anything never counts
+        if number == 1:
+            deadline = max(deadline, started + min(most or seconds, FEW_SAMPLES * each))
+        search = _search(rows, charge, grid, _repeats(deadline - time.perf_counter(), each))
         finished = _drive(search, bench, deadline)
         choice = search.result() if finished else search.stop_early()
         if choice.ratio > 0 or (finished and choice.seconds is not None):
@@ -279,9 +272,16 @@ def search_site(
     return wrong or Outcome(shape.site(rows), rows, None, names[0], spent, None, left_out)
 
 
-def _search(rows: int, charge: float, grid: Sequence[float] | None) -> RatioSearch:
+def _repeats(seconds: float, each: float) -> int:
+    """Samples of each ratio: as many as there is time for, within reason."""
+    affordable = int(seconds / (each * len(PAPER_GRID) * 2))
+    return min(max(affordable, REPEATS[0]), REPEATS[1])
+
+
+def _search(rows: int, charge: float, grid: Sequence[float] | None, repeats: int) -> RatioSearch:
     return RatioSearch(
         rows=rows,
+        repeats=repeats,
         max_ratio=split.max_ratio(),
         grid=grid,
         boundary_seconds=charge,
@@ -316,7 +316,7 @@ def _verified(
 def calibrate(
     model: nn.Module,
     *,
-    rows: Sequence[int],
+    rows: Sequence[int] = DEFAULT_ROWS,
     budget: float = 60.0,
     table: RatioTable | None = None,
     cpu_dtype: str = "auto",
@@ -327,7 +327,8 @@ def calibrate(
     """Measure every site of `model` and put what was found into `table`.
 
     The budget goes where the model spends its own time: the shapes with the most arithmetic first, each with
-    its share of what is left. What is finished is saved at once, so an interruption keeps it.
+    its share of what is left. Sites whose samples were unsteady are searched a second time. What is finished
+    is saved at once, so an interruption keeps it.
 
     Args:
         model: an MLX-LM model.
@@ -352,30 +353,54 @@ def calibrate(
     if table is not None:
         table.save()
     boundary = boundary_seconds()
-    outcomes: list[Outcome] = []
-    left = sum(_work(job) for job in jobs)
-    for job in jobs:
-        shape, n = job
-        spent = time.perf_counter() - started
-        progress(shape.site(n).key(), spent, budget)
-        # What earlier ones did not use is shared among those that are left.
-        allowance = (budget - spent) * _work(job) / left
-        left -= _work(job)
-        outcome = search_site(
-            shape,
-            n,
-            seconds=allowance,
-            boundary=boundary,
-            cpu_dtype=cpu_dtype,
-            grid=grid,
-            made_up=made_up,
-        )
-        outcomes.append(outcome)
-        if table is not None and outcome.choice is not None:
-            table.put(outcome.site, entry_of(outcome.choice, outcome.rows, outcome.cpu_dtype))
-            table.save()
+    outcomes: dict[tuple[Site, int], Outcome] = {}
+    for last in (started + budget * FIRST_PASS, started + budget):
+        left = sum(_work(job) for job in jobs)
+        for job in jobs:
+            key, now = (job[0].site(job[1]), job[1]), time.perf_counter()
+            # What earlier ones did not use is shared among those that are left.
+            allowance = (last - now) * _work(job) / left
+            left -= _work(job)
+            if not _worth_it(outcomes.get(key), allowance):
+                continue
+            progress(key[0].key(), now - started, budget)
+            outcome = search_site(
+                *job,
+                seconds=allowance,
+                boundary=boundary,
+                most=started + budget - now,
+                cpu_dtype=cpu_dtype,
+                grid=grid,
+                made_up=made_up,
+            )
+            outcomes[key] = _truer(outcomes.get(key), outcome)
+            _keep(table, outcomes[key])
     progress("done", time.perf_counter() - started, budget)
-    return outcomes
+    patching.session().forget_plans()  # what is patched already decides again, with what was found
+    return list(outcomes.values())
+
+
+def _worth_it(before: Outcome | None, seconds: float) -> bool:
+    """Whether to search a site: the first time, and again if its samples were unsteady and there is time."""
+    if before is None:
+        return True
+    choice = before.choice
+    return choice is not None and (choice.spread or 0.0) > STEADY and seconds >= before.seconds
+
+
+def _truer(before: Outcome | None, now: Outcome) -> Outcome:
+    """The outcome whose split was faster: what disturbs a machine comes in runs, and only ever slows."""
+    if before is None or before.choice is None:
+        return now
+    if now.choice is None or (now.choice.seconds or 0.0) >= (before.choice.seconds or 0.0):
+        return before
+    return now
+
+
+def _keep(table: RatioTable | None, outcome: Outcome) -> None:
+    if table is not None and outcome.choice is not None:
+        table.put(outcome.site, entry_of(outcome.choice, outcome.rows, outcome.cpu_dtype))
+        table.save()
 
 
 def check_options(rows: Sequence[int], budget: float) -> None:

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import __version__
 from .loading import UsageError
+from .ratios import DEFAULT_ROWS
 from .settings import BOUNDARIES, CPU_DTYPES, GATES, Settings, check_ratio
 
 if TYPE_CHECKING:
     from .table import RatioTable
 
-DEFAULT_ROWS = (512, 1024, 2048)
-"""Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
 CHUNK = 2048
 """Rows of MLX-LM's usual chunk."""
 DEMO_BUDGET = 16.0

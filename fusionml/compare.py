@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ SHORT, LONG = 512, (2048, 1024)
 WARM_UP_TOKENS = 200
 LEARNING_PROMPTS = 3
 """Prompts of each length that the patched arm may learn from before anything is measured."""
-LEARNING_SEED = 10**6
+LEARNING_SEED, LEARNING_TOKENS = 10**6, 4
 PATIENCE = 30.0
 """Seconds that all runs of one default prompt length may take."""
 
@@ -126,13 +127,13 @@ def compare(
         return run
 
     longest = None if context is None else context - max_tokens
-    warm = once("stock", min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, 4)
+    warm = once("stock", min(WARM_UP_TOKENS, longest or WARM_UP_TOKENS), 0, LEARNING_TOKENS)
     lengths = lengths or _affordable(warm, pairs, longest)
     runs: list[Run] = []
     summary, total = [], len(lengths) * pairs * len(ARMS)
     for length in lengths:
         for seed in range(LEARNING_PROMPTS):
-            once("patched", length, LEARNING_SEED + seed, 2)
+            once("patched", length, LEARNING_SEED + seed, LEARNING_TOKENS)
             if not session().learning():
                 break
         done: dict[str, list[Run]] = {arm: [] for arm in ARMS}
@@ -143,7 +144,17 @@ def compare(
             runs.append(run)
         summary.append(summarise(length, done["stock"], done["patched"]))
     progress(total, total)
-    return {"samples": [asdict(run) for run in runs], "summary": summary, "status": state["patched"]}
+    return {
+        "samples": [asdict(run) for run in runs],
+        "summary": summary,
+        "status": _shareable(state["patched"]),
+    }
+
+
+def _shareable(state: dict[str, Any]) -> dict[str, Any]:
+    """The status without where on this machine the table lies: results are made to be sent."""
+    table = state["table"]
+    return state if table is None else {**state, "table": {**table, "path": Path(table["path"]).name}}
 
 
 def _affordable(warm: Run, pairs: int, longest: int | None) -> list[int]:
@@ -250,6 +261,8 @@ def _footer(state: dict[str, Any]) -> Iterator[str]:
         "no known model" if share is None else f"{share:.0%} of the linear arithmetic of prefill may split"
     )
     yield f"{machine.backend()} backend; {known}"
+    if state["idle"] is not None:
+        yield f"  {state['idle']}"
     for reason, layers in sorted(state["skipped"].items()):
         yield f"  stock: {layers} layers {reason}"
     for key, site in sorted(state["sites"].items()):

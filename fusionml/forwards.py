@@ -17,7 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import split
-from .known import Layer
+from .known import Layer, Standing
 from .plans import SPLIT, STOCK
 from .sites import Job, SiteControl
 
@@ -49,9 +49,22 @@ def replace_linear(session: Session, stock: Forward) -> Forward:
 
 def call_linear(session: Session, stock: Forward, layer: nn.Module, x: mx.array) -> mx.array:
     """A call that may be prefill: do what its site decides if everything allows it, else the original."""
-    if x.ndim < 2 or x.shape[-2] < 2 or x.size < session.settings.min_rows * x.shape[-1]:
+    if not isinstance(x, mx.array):
         return stock(layer, x)
+    shape = x.shape
+    if len(shape) < 2 or shape[-2] < 2 or x.size < session.settings.min_rows * shape[-1]:
+        return stock(layer, x)
+    # Standing down must cost nothing, also where a whole prompt takes a few milliseconds.
+    known = session.known.seen(layer)
+    standing = None if known is None else known.standing.get(shape)
+    on_gpu = mx.default_device() == mx.gpu
+    if standing is not None and standing.on_gpu == on_gpu and standing.dtype == x.dtype:
+        standing.calls += 1
+        return stock(layer, x)
+    age = session.known.age
     call = decide(session, layer, x)
+    if call.known.reason is not None or (call.control is not None and call.control.standing):
+        session.known.stand(call.known, shape, Standing(call.reason or "", x.dtype, on_gpu), age)
     out, reason = None, call.reason
     if reason is None:
         out, reason = (
@@ -171,6 +184,8 @@ def _record(session: Session, call: Call, seconds: float, rows: int) -> None:
 
 def failed(session: Session, error: Exception) -> str:
     """Say once that something of ours failed; the reason to count."""
+    if isinstance(error, ValueError) and split.is_trace_error(error):
+        return TRACE
     session.report_once(f"a split failed, stock instead: {error!r}")
     return FAILED
 
@@ -181,8 +196,10 @@ def refusal(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> st
         return known.reason
     if layer.training:
         return "in training"
-    if x.shape[-1] != known.inputs or x.dtype not in split.FLOAT_TYPES:
-        return f"input {x.shape} of type {x.dtype}"
+    if x.dtype not in split.FLOAT_TYPES:
+        return f"input of type {x.dtype}"
+    if x.shape[-1] != known.inputs:
+        return "input of another width"
     if not session.budget.admit():
         return f"more than {split.MAX_THREADS} threads"
     return None

@@ -7,9 +7,11 @@ nothing here keeps a model alive.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,12 +24,25 @@ log = logging.getLogger("fusionml")
 MIN_WIDTH = 128
 """Layers narrower than this on either side (routers, gates) have too little arithmetic to share."""
 
+MOST_SHAPES = 64
+"""Shapes of input remembered for each layer; prompts end in chunks of any length."""
+
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
 UNKNOWN = "not of a known model"
 NARROW = f"narrower than {MIN_WIDTH}"
 QUANTIZED = "quantised: not split yet"
 NOT_UNDERSTOOD = "of a model whose structure is not understood"
+
+
+@dataclass
+class Standing:
+    """Why calls of one shape are stock, what that rests on, and how often it happened."""
+
+    reason: str
+    dtype: mx.Dtype
+    on_gpu: bool
+    calls: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -42,13 +57,24 @@ class Layer:
     reason: str | None = UNKNOWN
     live: bool = True
     touched: bool = False
+    rows: int = 0
     split_rows: int = 0
-    stock_rows: int = 0
+    standing: dict[tuple[int, ...], Standing] = field(default_factory=dict)
+    """Calls that are stock until something changes, by the shape of their input."""
 
     @property
     def arithmetic(self) -> int:
         """Multiply-adds for one row."""
         return self.inputs * self.outputs
+
+
+class Stood(NamedTuple):
+    """Calls of one layer that stood down: why, how many, and their rows in all."""
+
+    layer: Layer
+    reason: str
+    calls: int
+    rows: int
 
 
 class KnownModels:
@@ -58,6 +84,9 @@ class KnownModels:
         self._lock = threading.RLock()
         self._models: list[tuple[weakref.ref[nn.Module], bool]] = []
         self._layers: dict[int, Layer] = {}
+        self._stood: list[Stood] = []
+        self.age = 0
+        """How often all that stood was forgotten."""
 
     def add(self, model: nn.Module, *, from_loader: bool) -> None:
         """Know `model` from now on; its layers are looked at when they are first called.
@@ -78,17 +107,46 @@ class KnownModels:
         with self._lock:
             return [model for ref, _ in self._models if (model := ref()) is not None]
 
+    def seen(self, layer: nn.Module) -> Layer | None:
+        """What is known of `layer` without looking anywhere: None if it was never looked for."""
+        found = self._layers.get(id(layer))
+        return found if found is not None and found.ref() is layer else None
+
+    def forget_standing(self) -> None:
+        """Decide again for every layer: what stood until something changes may have changed."""
+        with self._lock:
+            self.age += 1
+            for layer in self._layers.copy().values():
+                self._stood += _stood(layer)
+                layer.standing = {}
+
+    def stand(self, layer: Layer, shape: tuple[int, ...], standing: Standing, age: int) -> None:
+        """Remember that calls of `shape` are stock, unless that was decided before all was last forgotten."""
+        with self._lock:
+            if age != self.age or layer.standing.get(shape) == standing:
+                return  # no longer true, or another thread was as quick and counts already
+            self._stood += _stood(layer)
+            if len(layer.standing) >= MOST_SHAPES:
+                layer.standing = {}
+            layer.standing[shape] = standing
+
+    def take_stood(self) -> list[Stood]:
+        """The calls that stood down since the last time, also of layers that are gone."""
+        with self._lock:
+            for layer in self._layers.copy().values():
+                self._stood += _stood(layer)
+            taken = self._stood.copy()
+            del self._stood[: len(taken)]
+            return taken
+
     def find(self, layer: nn.Module) -> Layer:
         """What is known of `layer`; a layer never seen before makes us look at the known models again."""
-        found = self._layers.get(id(layer))
-        if found is not None and found.ref() is layer:
+        found = self.seen(layer)
+        if found is not None:
             return found
         with self._lock:
             self.scan()
-            found = self._layers.get(id(layer))
-            if found is None or found.ref() is not layer:
-                found = self._remember(layer, Layer(self._reference(layer)))
-            return found
+            return self.seen(layer) or self._remember(layer, Layer(self._reference(layer)))
 
     def scan(self) -> None:
         """Look at every known model again and remember its layers."""
@@ -128,15 +186,26 @@ class KnownModels:
         return layer
 
     def _reference(self, module: nn.Module) -> weakref.ref[nn.Module]:
-        key, layers = id(module), self._layers
+        key, layers, stood = id(module), self._layers, self._stood
 
         def forget(ref: weakref.ref[nn.Module]) -> None:
             # In any thread at any moment, so without the lock: who goes through the layers takes a copy.
             found = layers.get(key)
             if found is not None and found.ref is ref:
                 layers.pop(key, None)
+                stood.extend(_stood(found))
 
         return weakref.ref(module, forget)
+
+
+def _stood(layer: Layer) -> list[Stood]:
+    """What `layer` counted since the last time."""
+    counted = []
+    for shape, standing in layer.standing.copy().items():
+        calls, standing.calls = standing.calls, 0
+        if calls:
+            counted.append(Stood(layer, standing.reason, calls, calls * math.prod(shape[:-1])))
+    return counted
 
 
 def _is_matrix(module: nn.Module) -> bool:

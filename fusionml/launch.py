@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import runpy
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -32,7 +35,8 @@ def run(target: str, args: list[str], settings: dict[str, Any]) -> None:
 
     Args:
         target: a console script of an installed package (`mlx_lm.generate`, as its own command would start
-            it), a module (as `python -m` would) or a script (a path that ends in `.py` or has a slash).
+            it), a module (as `python -m` would), a script (a path that ends in `.py` or has a slash),
+            or a folder or zip archive with a `__main__.py`.
         args: its arguments, untouched.
         settings: as for `patch()`.
 
@@ -40,7 +44,7 @@ def run(target: str, args: list[str], settings: dict[str, Any]) -> None:
         NotFound: it is none of these; nothing is patched then.
         ValueError: a setting outside what is allowed; nothing is patched then.
     """
-    start = _command(target) or _script(target) or _module(target)
+    start = _command(target) or _script(target) or _module(target) or _folder(target)
     if start is None:
         raise NotFound(f"{target!r} is no installed command, module or script")
     patching.patch(**settings)
@@ -63,6 +67,8 @@ def _command(target: str) -> Start | None:
 def _script(target: str) -> Start | None:
     if not (target.endswith(".py") or os.path.sep in target) or not Path(target).is_file():
         return None
+    if zipfile.is_zipfile(target):
+        return None
 
     def start() -> None:
         # Not runpy.run_path(): its `__file__` is what was typed, Python's own is whole, also after a chdir.
@@ -71,7 +77,25 @@ def _script(target: str) -> Start | None:
         main = ModuleType("__main__")
         main.__file__ = path
         sys.modules["__main__"] = main
-        exec(compile(Path(path).read_bytes(), path, "exec"), main.__dict__)
+        # Not with this file's own `from __future__`.
+        exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+
+    return start
+
+
+def _folder(target: str) -> Start | None:
+    """A folder or zip archive with a `__main__.py`."""
+    path = os.path.join(os.getcwd(), target)
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is None or spec.loader is None:
+        return None
+    loader, main = spec.loader, importlib.util.module_from_spec(spec)
+
+    def start() -> None:
+        # Not runpy.run_path(): it puts first in `sys.path` what was typed, which a chdir makes another place.
+        _put_first(path, always=True)
+        sys.modules["__main__"] = main
+        loader.exec_module(main)
 
     return start
 
@@ -86,10 +110,12 @@ def _module(target: str) -> Start | None:
     return lambda: runpy.run_module(target, run_name="__main__", alter_sys=True) and None
 
 
-def _put_first(folder: str) -> None:
-    """Where Python itself looks first for a program started so; with `-P` it looks in no such place."""
+def _put_first(folder: str, *, always: bool = False) -> None:
+    """Where Python looks first for a program started so; with `-P` only if it is the program itself."""
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
+    elif always:
+        sys.path.insert(0, folder)
 
 
 def _last_line() -> None:
@@ -99,7 +125,8 @@ def _last_line() -> None:
 
 def _say(line: str) -> None:
     if sys.stderr is not None:  # closed by whoever started us: print() would take stdout instead
-        print(f"fusionml: {line}", file=sys.stderr)
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            print(f"fusionml: {line}", file=sys.stderr, flush=True)
 
 
 def _without_our_frames(hook: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 DEAD_BLOCK = "behind the last cache: prefill never reads it"
@@ -55,6 +56,7 @@ def heads(model: nn.Module) -> dict[int, str]:
         for module in walk(model)
         if not isinstance(module, nn.Embedding)
         and "weight" in module
+        and isinstance(module["weight"], mx.array)
         and module["weight"].ndim == 2
         and module["weight"].shape[0] in vocabularies
     }

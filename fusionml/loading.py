@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -28,10 +29,11 @@ def load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
 
     path = _demo() if model is None else model
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).expanduser().is_dir():
+    folder = os.path.expanduser(path)  # unlike Path's own, no error where there is no home
+    if looks_local and not Path(folder).is_dir():
         raise UsageError(f"--model {path}: there is no such folder")
     try:
-        loaded, tokenizer, config = load(str(Path(path).expanduser()), lazy=True, return_config=True)
+        loaded, tokenizer, config = load(folder, lazy=True, return_config=True)
     except Exception as error:
         raise UsageError(f"--model {path} cannot be loaded: {_first_line(error)}") from None
     needed = sum(array.nbytes for _, array in tree_flatten(loaded.parameters()))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import functools
+import inspect
 import logging
 import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from . import forwards, machine, split
+from .imports import when_imported
 from .session import Session
 from .settings import Settings, resolve
 
@@ -30,10 +33,14 @@ class Replacement:
     make: Callable[[Session, Any], Any]
     original: Any = None
     ours: Any = None
+    stock: Any = None
+
+    def __post_init__(self) -> None:
+        self.stock = getattr(self.owner, self.name)
 
     def install(self, session: Session) -> None:
         # Somebody may have put the original back by hand: then ours is gone already.
-        if self.ours is None or getattr(self.owner, self.name) is self.original:
+        if self.ours is None or getattr(self.owner, self.name) in (self.original, self.stock):
             self.original = getattr(self.owner, self.name)
             self.ours = self.make(session, self.original)
             setattr(self.owner, self.name, self.ours)
@@ -42,9 +49,11 @@ class Replacement:
         """Put the original back; False if somebody replaced ours in the meantime."""
         if self.ours is None:
             return True
-        if getattr(self.owner, self.name) not in (self.ours, self.original):
+        current = getattr(self.owner, self.name)
+        if current not in (self.ours, self.original, self.stock):
             return False
-        setattr(self.owner, self.name, self.original)
+        if current is self.ours:  # else somebody has taken it out already
+            setattr(self.owner, self.name, self.original)
         self.ours = self.original = None
         return True
 
@@ -55,7 +64,10 @@ class Replacement:
 
 _lock = threading.RLock()
 _session = Session()
-_replacements: list[Replacement] = []
+_replacements = [
+    Replacement(nn.Linear, "__call__", forwards.replace_linear),
+    Replacement(mx, "set_wired_limit", forwards.replace_set_wired_limit),
+]
 _base: Settings | None = None
 _contexts: dict[object, Settings] = {}
 
@@ -63,8 +75,8 @@ _contexts: dict[object, Settings] = {}
 def patch(model: nn.Module | None = None, **settings: Any) -> None:
     """Split the large linear layers of every model that MLX-LM loads from now on.
 
-    Calling it again only changes the settings. Models loaded before can be handed over; a model that is
-    neither loaded by MLX-LM nor handed over is never touched.
+    Calling it again changes the settings; handing over a model without settings only adds the model. A model
+    that is neither loaded by MLX-LM nor handed over is never touched.
 
     Args:
         model: a model that is loaded already, to split as well.
@@ -80,8 +92,9 @@ def patch(model: nn.Module | None = None, **settings: Any) -> None:
         raise TypeError(f"model is a {type(model).__name__}; patch() takes an mlx.nn.Module")
     resolved = resolve(settings, max_ratio=split.max_ratio())
     with _lock:
-        _base = resolved
-        _apply()
+        if settings or model is None or _base is None:
+            _base = resolved
+            _apply()
         if model is not None:
             _session.known.add(model, from_loader=False)
 
@@ -112,12 +125,23 @@ class patched(contextlib.ContextDecorator):
         self._settings = resolve(settings, max_ratio=split.max_ratio())
         self._tokens: list[object] = []
 
+    def __call__(self, function: Any) -> Any:
+        asynchronous = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+        if asynchronous or inspect.isgeneratorfunction(function):
+            raise TypeError(f"{function!r} runs after it returns; use `with patched():` inside it")
+        return super().__call__(function)
+
     def __enter__(self) -> patched:
         token = object()
         with _lock:
-            self._tokens.append(token)
             _contexts[token] = self._settings
-            _apply()
+            try:
+                _apply()
+            except BaseException:
+                del _contexts[token]
+                _apply()
+                raise
+            self._tokens.append(token)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -129,13 +153,16 @@ class patched(contextlib.ContextDecorator):
 def status() -> dict[str, Any]:
     """What FusionML is doing, as plain data that JSON can hold.
 
-    Keys: `patched`, `backend`, `settings`, `table`, `calls` (prefill-sized calls by arm), `reasons` (the
-    stock ones among them by reason), `sites` (the decision for each shape), `skipped` (layers by reason),
-    `eligible` (share of the known models' linear arithmetic in prefill that may split), `probe_seconds`.
+    Keys: `patched`, `backend`, `idle` (why no call can split at all, None where one may), `settings`,
+    `table`, `calls` (prefill-sized calls by arm), `reasons` (the stock ones among them by reason), `sites`
+    (the decision for each shape), `skipped` (layers by reason), `eligible` (share of the known models' linear
+    arithmetic in prefill that may split), `probe_seconds`.
     """
+    _session.collect()
     return {
         "patched": _session.settings.enabled,
         "backend": machine.backend(),
+        "idle": _session.idle,
         "settings": asdict(_session.settings),
         "table": _session.table_state(),
         "calls": dict(_session.calls),
@@ -175,17 +202,22 @@ def _brief() -> str:
 
 
 def _install() -> None:
-    if not _replacements:
-        utils = importlib.import_module("mlx_lm.utils")
-        _replacements.extend(
-            [
-                Replacement(nn.Linear, "__call__", forwards.replace_linear),
-                Replacement(utils, "load_model", forwards.replace_load_model),
-                Replacement(mx, "set_wired_limit", forwards.replace_set_wired_limit),
-            ]
-        )
+    _watch_loader()
     for replacement in _replacements:
         replacement.install(_session)
+
+
+@functools.cache
+def _watch_loader() -> None:
+    """Stand in for MLX-LM's loader as soon as MLX-LM is imported."""
+    when_imported("mlx_lm.utils", _loader_imported)
+
+
+def _loader_imported(utils: ModuleType) -> None:
+    with _lock:
+        _replacements.append(Replacement(utils, "load_model", forwards.replace_load_model))
+        if _session.settings.enabled:
+            _replacements[-1].install(_session)
 
 
 def _remove() -> bool:

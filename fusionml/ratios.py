@@ -21,6 +21,9 @@ PAPER_GRID = (0.0, 0.10, 0.20, 0.30, 0.40, 0.50)
 
 ROW_EDGES = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Lower bounds of the row buckets."""
+DEFAULT_ROWS = (512, 1024, 2048)
+"""Prompt chunks as MLX-LM makes them: speculative decoding's, a remainder, and the usual one."""
+
 
 LARGEST_RATIO = 0.9
 """No search and no table goes beyond it: past it the current stream would be the helper."""
@@ -248,6 +251,8 @@ class RatioSearch:
             _require_number("a grid ratio", ratio, 0, max_ratio)
         self.rows, self.multiple, self.repeats = rows, multiple, repeats
         self.tolerance, self.min_gain, self.boundary_seconds = tolerance, min_gain, boundary_seconds
+        # A machine whose slow samples come in runs needs more of them to know a ratio from its neighbour.
+        self._explore = max(_EXPLORE_REPEATS, repeats // 2)
         self._gridded = grid is not None
         self._step_rows = max(1, math.floor(FINE_STEP * rows / multiple)) * multiple
         self._candidates = self._on_grid(grid) if grid is not None else self._every_step(max_ratio)
@@ -289,7 +294,7 @@ class RatioSearch:
     def expected_seconds(self, probe: Probe) -> float | None:
         """What `probe` will take at least, from what was told so far; None where that says nothing.
 
-        For a caller with a budget. Contention may make a split slower, by the paper's figures 10 to 20 %.
+        For a caller with a budget: a split takes longer than this, by what the units slow each other down.
         """
         known = self._samples.median(probe)
         if known is not None:
@@ -316,10 +321,9 @@ class RatioSearch:
         refusal = self._refusal()
         if refusal is not None:
             return self._choice(0.0, refusal)
-        explored = self._explored(least=1)
-        if len(explored) < 2 or 0.0 not in explored:
+        times = self._explored(least=1)
+        if len(times) < 2 or 0.0 not in times:
             return self._choice(0.0, "no split was timed yet")
-        times = self._smoothed(explored)
         chosen, fastest = self._smallest_fast(times)
         if chosen == 0 or self._ties_with_stock(chosen, times):
             best = min((r for r in times if r), key=times.__getitem__)
@@ -382,34 +386,17 @@ class RatioSearch:
         seconds = self._samples.median(self._probe(ratio))
         return None if seconds is None else seconds + (self.boundary_seconds if ratio else 0.0)
 
-    def _explored(self, least: int = _EXPLORE_REPEATS) -> dict[float, float]:
+    def _explored(self, least: int | None = None) -> dict[float, float]:
         """Median seconds of each ratio, 0 among them, with at least so many samples."""
+        least = self._explore if least is None else least
         ratios = [r for r in [0.0, *self._candidates] if self._count(r) >= least]
         return {r: seconds for r in ratios if (seconds := self._seconds(r)) is not None}
 
-    def _valley(self, explored: dict[float, float]) -> _Valley | None:
-        # Without stock: what a split costs at all is a step at 0 that no line should follow.
-        points = [(r, seconds, self._count(r)) for r, seconds in explored.items() if r]
-        return _fit_valley(points, (self._of_median() * min(explored.values())) ** 2)
-
-    def _smoothed(self, explored: dict[float, float]) -> dict[float, float]:
-        """The times read from two lines through all of them, where those fit as well as the spread allows.
-
-        One median of five samples is too noisy to tell neighbours 2 % apart; the lines pool all of them.
-        """
-        valley = self._valley(explored)
-        if valley is None or valley.misfit > 2:
-            return explored
-        return {r: valley.at(r) if r else seconds for r, seconds in explored.items()}
-
-    def _of_median(self) -> float:
-        """Relative standard error of a median, times the root of its samples."""
-        spread = self._samples.spread
-        return 1.25 * (_ASSUMED_SPREAD if spread is None else spread)
-
     def _doubt(self, *ratios: float) -> float:
-        """Standard error, relative, of the difference (or sum) of these ratios' medians."""
-        return self._of_median() * math.sqrt(sum(1 / max(1, self._count(r)) for r in ratios))
+        """Standard error, relative, of the difference of these ratios' medians."""
+        spread = self._samples.spread
+        variance = sum(1 / max(1, self._count(r)) for r in ratios)
+        return 1.25 * (_ASSUMED_SPREAD if spread is None else spread) * math.sqrt(variance)
 
     # --- screening: each unit alone ---
 
@@ -460,7 +447,7 @@ class RatioSearch:
         screen = [p for p in [STOCK, *self._solo] if self._samples.count(p) < _SCREEN_REPEATS]
         if screen:
             return screen
-        ratios = [r for r in self._unexplored() if self._count(r) < _EXPLORE_REPEATS] or self._contested()
+        ratios = [r for r in self._unexplored() if self._count(r) < self._explore] or self._contested()
         splits = sum(self._count(r) for r in self._candidates)
         if ratios and self._count(0.0) < 2 + splits // 6:
             return [STOCK]
@@ -501,15 +488,15 @@ class RatioSearch:
 
     def _inside(self, best: float, explored: dict[float, float], useful: list[float]) -> list[float]:
         """One candidate between the ratios that are surely slower: the estimated knee, else a midpoint."""
-        limits = {r: explored[best] * (1 + self._doubt(r, best)) for r in explored}
+        limits = {r: explored[best] * (1 + max(self.tolerance, self._doubt(r, best))) for r in explored}
         slower = [r for r in explored if explored[r] > limits[r]]
         low = max((r for r in slower if r < best), default=0.0)
         high = min((r for r in slower if r > best), default=1.0)
         inside = [r for r in useful if low < r < high and r not in explored]
-        valley = self._valley(explored)
-        knee = [r for r in inside if valley and valley.knee and abs(r - valley.knee) <= self.step / 2]
-        if knee:
-            return knee[:1]
+        meet = _knee([(r, seconds, self._count(r)) for r, seconds in explored.items() if r])
+        near = [r for r in inside if meet is not None and abs(r - meet) <= self.step / 2]
+        if near:
+            return near[:1]
         marks = sorted({low, high, *(r for r in explored if low < r < high)})
         gaps = [[r for r in inside if a < r < b] for a, b in pairwise(marks) if b - a > 3.5 * FINE_STEP]
         widest = max(gaps, key=len, default=[])
@@ -517,7 +504,7 @@ class RatioSearch:
 
     def _contested(self) -> list[float]:
         """Ratios whose place in the answer the spread leaves open, or that it rests on with few samples."""
-        times = self._smoothed(self._explored())
+        times = self._explored()
         chosen, fastest = self._smallest_fast(times)
         rests_on = times if self._gridded else {0.0, chosen, fastest}
         short = [r for r in rests_on if self._count(r) < self.repeats]
@@ -547,69 +534,31 @@ class RatioSearch:
 _Point = tuple[float, float, int]  # ratio, seconds, samples
 
 
-@dataclass(frozen=True)
-class _Line:
-    """Least squares through points weighted by their samples; a single point is a level line."""
+def _knee(points: Sequence[_Point]) -> float | None:
+    """The ratio at which a falling and a rising line through the points meet, None where none do.
 
-    offset: float
-    slope: float
-    error: float
-
-    def at(self, ratio: float) -> float:
-        return self.offset + self.slope * ratio
-
-    @classmethod
-    def through(cls, points: Sequence[_Point]) -> _Line:
-        total = sum(n for _, _, n in points)
-        x_mean = sum(n * x for x, _, n in points) / total
-        y_mean = sum(n * y for _, y, n in points) / total
-        xx = sum(n * (x - x_mean) ** 2 for x, _, n in points)
-        slope = sum(n * (x - x_mean) * (y - y_mean) for x, y, n in points) / xx if xx else 0.0
-        offset = y_mean - slope * x_mean
-        return cls(offset, slope, sum(n * (y - offset - slope * x) ** 2 for x, y, n in points))
-
-
-@dataclass(frozen=True)
-class _Valley:
-    """Two lines: falling up to `last`, while the current stream is the critical path, and then rising.
-
-    `knee` is where they meet, None where the rising side is too short to say. `misfit` is the mean squared
-    error in units of what the spread explains, `score` what models are compared by.
+    The current stream is the critical path along the falling line, the CPU along the rising one. Only a
+    guide to where to look: what is answered was timed.
     """
-
-    falling: _Line
-    rising: _Line | None
-    last: float
-    knee: float | None
-    misfit: float
-    score: float
-
-    def at(self, ratio: float) -> float:
-        return self.rising.at(ratio) if self.rising and ratio > self.last else self.falling.at(ratio)
+    meetings = []
+    for at in range(2, len(points) - 1):
+        falling, rising = _line(points[:at]), _line(points[at:])
+        if falling[1] < 0 < rising[1]:
+            meet = (falling[0] - rising[0]) / (rising[1] - falling[1])
+            if points[at - 1][0] <= meet <= points[at][0]:
+                meetings.append((falling[2] + rising[2], meet))
+    return min(meetings)[1] if meetings else None
 
 
-def _fit_valley(points: Sequence[_Point], variance: float) -> _Valley | None:
-    """The best falling and rising line through points in ascending order; None where there are none.
-
-    `variance` is that of one sample. A second sloping line must explain more than its two parameters would
-    of noise alone (Akaike's criterion).
-    """
-    fits = []
-    for at in range(2, len(points) + 1):
-        falling, rest = _Line.through(points[:at]), points[at:]
-        rising = _Line.through(rest) if rest else None
-        if falling.slope >= 0 or (len(rest) > 1 and rising and rising.slope <= 0):
-            continue
-        knee = None
-        if rising and len(rest) > 1:
-            knee = (falling.offset - rising.offset) / (rising.slope - falling.slope)
-            if not points[at - 1][0] <= knee <= rest[0][0]:
-                continue
-        error = (falling.error + (rising.error if rising else 0.0)) / (variance or 1e-30)
-        parameters = 2 + min(len(rest), 2)
-        misfit = error / max(1, len(points) - parameters)
-        fits.append(_Valley(falling, rising, points[at - 1][0], knee, misfit, error + 2 * parameters))
-    return min(fits, key=lambda fit: fit.score, default=None)
+def _line(points: Sequence[_Point]) -> tuple[float, float, float]:
+    """Offset, slope and squared error of least squares through points weighted by their samples."""
+    total = sum(n for _, _, n in points)
+    x_mean = sum(n * x for x, _, n in points) / total
+    y_mean = sum(n * y for _, y, n in points) / total
+    xx = sum(n * (x - x_mean) ** 2 for x, _, n in points)
+    slope = sum(n * (x - x_mean) * (y - y_mean) for x, y, n in points) / xx
+    offset = y_mean - slope * x_mean
+    return offset, slope, sum(n * (y - offset - slope * x) ** 2 for x, y, n in points)
 
 
 # --- arguments --------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from . import machine, pressure, split
+from . import machine, pressure, split, timing
 from .known import MIN_WIDTH, KnownModels, Layer
-from .plans import SPLIT, Pair, Plan, counts, decide
+from .plans import SPLIT, STOCK, Pair, Plan, counts, decide
 from .ratios import Choice, Site, bucket
+from .saving import Saver
 from .settings import Settings, home
 from .sites import Learning, SiteControl
 from .table import Entry, RatioTable
@@ -27,24 +28,31 @@ SWAPPING = 2**20
 """Bytes swapped in each second from which memory counts as short."""
 PATIENCE = 10.0
 """Seconds of memory pressure after which every site stands down."""
+IDLE_ON_CUDA = "on CUDA the CPU cannot help, unless measured: everything is stock until the next patch()"
 BUSY = 0.15
 """Share of the CPU that other programs may use while something is learned for good."""
 
 
-def site_of(layer: Layer, dtype: mx.Dtype, rows: int) -> Site:
-    """The site of a call with `rows` rows.
+def bucket_of(rows: int) -> int:
+    """The bucket of a call with `rows` rows.
 
     MLX-LM holds the last token of a prompt back, so a prompt of 512 tokens arrives as 511 rows: it belongs to
     the bucket of 512.
     """
+    return bucket(rows + 1)
+
+
+def site_of(layer: Layer, dtype: mx.Dtype, rows: int) -> Site:
+    """The site of a call with `rows` rows."""
     name = str(dtype).rsplit(".", 1)[-1]
-    return Site(layer.kind, name, layer.inputs, layer.outputs, layer.bias, bucket(rows + 1))
+    return Site(layer.kind, name, layer.inputs, layer.outputs, layer.bias, bucket_of(rows))
 
 
 def open_table(path: str | None) -> RatioTable:
     """The ratio table at `path`, by default the one below `home()`, for this machine in its present state."""
     place = home() / "ratios.json" if path is None else path
-    return RatioTable.load(place, machine.identity(), fingerprint=machine.math_fingerprint())
+    fingerprint = machine.math_fingerprint()
+    return RatioTable.load(place, machine.identity(), fingerprint=fingerprint, ours=path is None)
 
 
 def entry_of(choice: Choice, rows: int, cpu_dtype: str) -> Entry:
@@ -54,7 +62,7 @@ def entry_of(choice: Choice, rows: int, cpu_dtype: str) -> Entry:
         gain=choice.gain,
         when=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         spread=choice.spread,
-        power=machine.conditions()["power_source"],
+        power={True: "battery", False: "mains", None: None}[pressure.read().on_battery],
         samples=choice.samples,
         cpu_dtype=cpu_dtype,
         per_row=None if choice.stock_seconds is None else choice.stock_seconds / rows,
@@ -67,17 +75,20 @@ class Session:
     def __init__(self) -> None:
         self.settings = Settings(enabled=False)
         self.smallest = sys.maxsize
+        self.idle: str | None = None
         self.known = KnownModels()
         self.budget = split.StreamBudget()
+        self.saver = Saver()
         self.calls: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
-        self._controls: dict[tuple[Site, str], SiteControl] = {}
+        self._controls: dict[tuple[Any, ...], SiteControl] = {}
         self._decided_with: Settings | None = None
         self._boundaries: dict[str, float] = {}
         self._short_since: float | None = None
         self._last_thread: int | None = None
         self._tables: dict[tuple[str, str | None], RatioTable] = {}
         self._reported: set[str] = set()
+        self._tokens = self._work = self._split_work = 0
         self._lock = threading.RLock()
 
     def configure(self, settings: Settings) -> None:
@@ -89,21 +100,35 @@ class Session:
             if settings.enabled and settings != self._decided_with:
                 self._controls.clear()
                 self._decided_with = settings
+                self.known.forget_standing()
             self.settings = settings
-            self.smallest = settings.min_rows * MIN_WIDTH if settings.enabled else sys.maxsize
+            self.idle = self._why_idle(settings) if settings.enabled else None
+            off = not settings.enabled or self.idle is not None
+            self.smallest = sys.maxsize if off else settings.min_rows * MIN_WIDTH
+
+    def _why_idle(self, settings: Settings) -> str | None:
+        """Why no call can ever split, so that none need even ask; None where one may.
+
+        A fast GPU computes a whole prompt in milliseconds, of which asking would be a per cent or two.
+        """
+        if machine.backend() != "cuda" or settings.ratio is not None:
+            return None
+        entries = self.table("cuda").entries().values()
+        return None if any(entry.ratio > 0 for entry in entries) else IDLE_ON_CUDA
 
     def control(self, layer: Layer, dtype: mx.Dtype, rows: int) -> SiteControl:
         """Who decides for the site that a call of `rows` rows belongs to; one log line when it is new."""
         backend = machine.backend()
-        key = (site_of(layer, dtype, rows), backend)
+        key = (layer.kind, layer.inputs, layer.outputs, layer.bias, dtype, bucket_of(rows), backend)
         control = self._controls.get(key)
         if control is None:
             with self._lock:
                 control = self._controls.get(key)
                 if control is None:
-                    control = self._controls[key] = self._new_control(key[0], dtype, backend)
+                    site = site_of(layer, dtype, rows)
+                    control = self._controls[key] = self._new_control(site, dtype, backend)
             now = control.state()
-            log.info("%s: %s, CPU share %.2f: %s", key[0].key(), now["arm"], now["ratio"], now["why"])
+            log.info("%s: %s, CPU share %.2f: %s", control.name, now["arm"], now["ratio"], now["why"])
         return control
 
     def _new_control(self, site: Site, dtype: mx.Dtype, backend: str) -> SiteControl:
@@ -131,7 +156,7 @@ class Session:
         return Learning(rows, split.max_ratio(), self.boundary_seconds())
 
     def _keep(self, site: Site, plan: Plan, backend: str) -> Callable[[Choice, int], None]:
-        """Puts what a site learned into the table; a table that cannot be written is one warning."""
+        """Puts what a site learned into the table."""
         usage = machine.OtherLoad()
 
         def keep(choice: Choice, rows: int) -> None:
@@ -139,10 +164,7 @@ class Session:
                 return  # what another program caused is not this machine's own
             table = self.table(backend)
             table.put(site, entry_of(choice, rows, plan.cpu_dtype))
-            try:
-                table.save()
-            except OSError as error:
-                self.report_once(f"ratio table {table.path} cannot be written, so this run only: {error}")
+            self.saver.soon(table)
 
         return keep
 
@@ -151,9 +173,7 @@ class Session:
         backend = machine.backend()
         with self._lock:
             if backend not in self._boundaries:
-                from .calibrate import boundary_seconds
-
-                self._boundaries[backend] = boundary_seconds()
+                self._boundaries[backend] = timing.boundary_seconds()
             return self._boundaries[backend]
 
     def conditions(self, working_set: int) -> tuple[bool | None, bool]:
@@ -179,10 +199,6 @@ class Session:
             now = time.monotonic()
             self._short_since = now if self._short_since is None else self._short_since
             return now - self._short_since
-
-    def _all_controls(self) -> list[SiteControl]:
-        with self._lock:
-            return list(self._controls.values())
 
     def crowded(self) -> bool:
         """Whether another thread made a large call since this one's last: times would not be its own."""
@@ -225,6 +241,7 @@ class Session:
         with self._lock:
             self._controls.clear()
             self._tables.clear()
+            self.known.forget_standing()
 
     def count(self, arm: str, layer: Layer, rows: int, reason: str | None = None) -> None:
         """One prefill-sized call went to `arm`."""
@@ -232,9 +249,23 @@ class Session:
             self.calls[arm] += 1
             if reason is not None:
                 self.reasons[reason] += 1
-                layer.stock_rows += rows
-            else:
-                layer.split_rows += rows
+            self._add_rows(layer, rows, arm == SPLIT)
+
+    def _add_rows(self, layer: Layer, rows: int, was_split: bool) -> None:
+        layer.rows += rows
+        layer.split_rows += rows * was_split
+        self._tokens = max(self._tokens, layer.rows)
+        if layer.live:
+            self._work += rows * layer.arithmetic
+            self._split_work += rows * layer.arithmetic * was_split
+
+    def collect(self) -> None:
+        """Add up what layers that stand down counted for themselves, without a lock in their way."""
+        with self._lock:
+            for stood in self.known.take_stood():
+                self.calls[STOCK] += stood.calls
+                self.reasons[stood.reason] += stood.calls
+                self._add_rows(stood.layer, stood.rows, False)
 
     def report_once(self, message: str) -> None:
         """A warning, the first time only."""
@@ -248,10 +279,7 @@ class Session:
         """Each site's state, by the site's key."""
         with self._lock:
             controls = dict(self._controls)
-        return {
-            site.key(): {**control.state(), "backend": backend}
-            for (site, backend), control in controls.items()
-        }
+        return {control.name: {**control.state(), "backend": key[-1]} for key, control in controls.items()}
 
     def learning(self) -> bool:
         """Whether any site is still finding out what is best for it."""
@@ -260,6 +288,11 @@ class Session:
     def probe_seconds(self) -> float:
         """What finding out has cost so far, in seconds over doing without."""
         return sum(control.probe_seconds for control in self._all_controls())
+
+    def _all_controls(self) -> list[SiteControl]:
+        # A copy: no control is ever called under our lock, because controls call us under theirs.
+        with self._lock:
+            return list(self._controls.values())
 
     def skipped(self) -> dict[str, int]:
         """Layers of known models that never split, by reason."""
@@ -273,9 +306,10 @@ class Session:
         return may / total if total else None
 
     def shared(self) -> tuple[int, float]:
-        """Prompt tokens of prefill-sized calls, and the share of their linear arithmetic that was split."""
-        layers = self.known.layers()
-        tokens = max((layer.split_rows + layer.stock_rows for layer in layers), default=0)
-        split_work = sum(layer.split_rows * layer.arithmetic for layer in layers)
-        work = sum((layer.split_rows + layer.stock_rows) * layer.arithmetic for layer in layers if layer.live)
-        return tokens, split_work / work if work else 0.0
+        """Prompt tokens of prefill-sized calls, and the share of their linear arithmetic that was split.
+
+        Also of models that are gone.
+        """
+        self.collect()
+        with self._lock:
+            return self._tokens, self._split_work / self._work if self._work else 0.0

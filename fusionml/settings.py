@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -70,9 +72,12 @@ _PARSERS: dict[str, tuple[Callable[[str], Any], str]] = {
 
 def home() -> Path:
     """The folder of all files of ours; safe to delete."""
-    if given := os.environ.get("FUSIONML_HOME"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "fusionml"
+    given = os.environ.get("FUSIONML_HOME")
+    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    try:
+        return Path(given).expanduser() if given else Path(cache).expanduser() / "fusionml"
+    except RuntimeError:  # no home directory, as for a user of a container without an entry
+        return Path(tempfile.gettempdir()) / f"fusionml-{os.getuid()}"
 
 
 def names() -> tuple[str, ...]:
@@ -144,15 +149,15 @@ def _word(label: str, value: Any, allowed: tuple[str, ...]) -> str:
 
 
 def _whole(label: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 2:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 2:
         raise ValueError(f"{label}={value!r} is not a whole number of at least 2")
-    return value
+    return int(value)
 
 
 def _path(label: str, value: Any) -> str:
     if not isinstance(value, str | os.PathLike):
         raise ValueError(f"{label}={value!r} is not the path of a file")
-    return os.fspath(value)
+    return os.path.expanduser(os.fspath(value))
 
 
 def check_ratio(value: Any, max_ratio: float, label: str = "ratio") -> float:
@@ -161,8 +166,8 @@ def check_ratio(value: Any, max_ratio: float, label: str = "ratio") -> float:
     Raises:
         ValueError: it is not a number or outside the range.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not math.isfinite(value):
         raise ValueError(f"{label}={value!r} is not a number between 0 and {max_ratio}")
-    if not 0 <= value <= max_ratio:
+    if not 0 <= float(value) <= max_ratio:
         raise ValueError(f"{label}={value!r} is outside 0 to {max_ratio}, the range on this machine")
     return float(value)

@@ -195,6 +195,11 @@ class SiteControl:
             return lines
 
     @property
+    def standing(self) -> bool:
+        """Whether this site is stock and nothing will change that."""
+        return self._gate is None and self._learn is None and self.plan.arm == STOCK
+
+    @property
     def learning(self) -> bool:
         """Whether what this site does is still being found out."""
         return self._learn is not None or (self._gate is not None and self._gate.learning)

@@ -2,7 +2,7 @@
 
 Rows `[0, m)` of the input go to a CPU stream of our own, the rest to the stream that the caller is on.
 Inside one lazy graph MLX serialises the two, so the input is made real first (the *boundary*), and where the
-backend needs it both parts are dispatched before they are joined. There is no policy here: the caller says
+backend needs it both parts are computed before they are joined. There is no policy here: the caller says
 how many rows go to the CPU.
 """
 
@@ -151,19 +151,21 @@ def linear_parts(
     return cpu, current
 
 
-def join(cpu: mx.array, current: mx.array, shape: tuple[int, ...], dispatch: bool) -> mx.array:
+def join(cpu: mx.array, current: mx.array, shape: tuple[int, ...], settle: bool) -> mx.array:
     """Both parts as one lazy array `shape + [N]`.
 
-    On CUDA a join in the same evaluation serialises the parts: `dispatch` sends them off first.
+    On CUDA a join in the same evaluation serialises the parts: `settle` computes them first. One evaluation
+    of both, because there two dispatches can deadlock: seen with `async_eval` of the current part before the
+    CPU's, or of both in one call, and a join behind them.
     """
-    if dispatch:
-        mx.async_eval(cpu, current)
+    if settle:
+        mx.eval(cpu, current)
     joined = mx.concatenate([cpu, current], axis=0)
     return joined.reshape(*shape, joined.shape[-1])
 
 
-def needs_dispatch() -> bool:
-    """Whether the current stream's backend serialises parts that are not dispatched before the join."""
+def needs_settling() -> bool:
+    """Whether the current stream's backend serialises parts that are not computed before the join."""
     return bool(mx.default_device() == mx.gpu and mx.cuda.is_available())
 
 
@@ -173,7 +175,7 @@ def run_linear(
     """`split_linear` for `m` CPU rows, unchecked: what the patched layers call."""
     flat = x.reshape(-1, x.shape[-1])
     cpu, current = linear_parts(flat, weight, bias, m, boundary, cpu_dtype)
-    return join(cpu, current, x.shape[:-1], needs_dispatch())
+    return join(cpu, current, x.shape[:-1], needs_settling())
 
 
 def drain() -> None:

@@ -129,8 +129,7 @@ class _Section:
         machine, fingerprint, entries = _values(value, ["machine", "fingerprint", "entries"])
         if not all(isinstance(part, dict) for part in (machine, fingerprint, entries)):
             raise ValueError("a section's machine, fingerprint or entries is no object")
-        _require_shallow(machine)
-        section = cls(machine, checked_fingerprint(fingerprint))
+        section = cls(_plain(machine), checked_fingerprint(fingerprint))
         for key, entry in entries.items():
             Site.parse(key)
             section.entries[key] = Entry(*_values(entry, _ENTRY_FIELDS))
@@ -230,19 +229,25 @@ def _open_at_once(path: str, flags: int) -> int:
 
 
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Holds the lock file beside `path`, so that nobody reads, merges and writes at the same time."""
+def _locked(path: str, *, wait: bool = True) -> Iterator[None]:
+    """Holds the lock file beside `path`, so that nobody reads, merges and writes at the same time.
+
+    Without `wait`, a lock that somebody else holds is an OSError.
+    """
     descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         yield
     finally:
         os.close(descriptor)  # which also unlocks; the file stays, since removing it would split the lock
 
 
 def _set_aside(path: str, reason: str) -> None:
-    os.replace(path, f"{path}.bad")
-    log.warning("ratio table %s cannot be used (%s): set aside as %s.bad", path, reason, path)
+    aside, number = f"{path}.bad", 1
+    while os.path.lexists(aside):
+        aside, number = f"{path}.bad{number}", number + 1
+    os.rename(path, aside)
+    log.warning("ratio table %s cannot be used (%s): set aside as %s", path, reason, aside)
 
 
 def _write(path: str, sections: list[_Section]) -> None:
@@ -292,6 +297,7 @@ class RatioTable:
         self._changed: dict[str, Entry] = {}
         self._layers: dict[_Layer, list[tuple[int, Entry]]] = {}
         self._mutex = threading.Lock()
+        self._ours = True
 
     @classmethod
     def load(
@@ -300,15 +306,18 @@ class RatioTable:
         machine: Mapping[str, Any],
         *,
         fingerprint: Mapping[str, float] | None = None,
+        ours: bool = True,
     ) -> RatioTable:
         """The table in the file, for this state of the machine; empty where the file holds nothing for it.
 
         machine: anything that JSON can hold; equal means the same state. fingerprint: rates of the CPU math
-        library, compared within a factor of 3; None is not compared. Never raises for what the file is:
-        contents that are no table are set aside as `PATH.bad`, and whatever else is wrong is one warning.
-        A machine or fingerprint that is none is a ValueError.
+        library, compared within a factor of 3; None is not compared. ours: whether the place is our own,
+        where contents that are no table are set aside as `PATH.bad`; elsewhere it is somebody's file, and
+        stays. Never raises for what the file is: whatever is wrong is one warning. A machine or fingerprint
+        that is none is a ValueError.
         """
         table = cls(path, machine)
+        table._ours = ours
         table._state.fingerprint = checked_fingerprint(fingerprint or {})
         table._adopt(table._sections_or_warning())
         if table.ignored is not None and not len(table):
@@ -337,39 +346,48 @@ class RatioTable:
     def save(self) -> None:
         """Merges what was put since the last save into the file.
 
-        What others saved meanwhile stays and is taken over. An OSError leaves the old file as it was.
+        What others saved meanwhile stays and is taken over. An OSError leaves the old file as it was. No
+        `put()` waits for the lock or the disk; what it puts meanwhile is for the next save.
         """
-        with self._mutex:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            with _locked(self.path):
-                sections = self._sections_on_disk()
-                own = self._own(sections)
-                own.entries.update(self._changed)
-                sections.sort(key=_Section.newest, reverse=True)
-                _write(self.path, sections[:MOST_SECTIONS])
-            self._state.entries.update(own.entries)
-            self._changed = {}
-            self._index()
+        os.makedirs(os.path.dirname(self.path), exist_ok=True)
+        with _locked(self.path):
+            with self._mutex:
+                saved = self._changed.copy()
+            sections = self._sections_on_disk()
+            own = self._own(sections)
+            own.entries.update(saved)
+            others = [section for section in sections if section is not own]
+            others.sort(key=_Section.newest, reverse=True)
+            _write(self.path, [own, *others][:MOST_SECTIONS])
+            with self._mutex:
+                self._changed = {k: e for k, e in self._changed.items() if saved.get(k) is not e}
+                self._state.entries.update(own.entries | self._changed)
+                self._index()
 
     def clear(self) -> None:
-        """Forgets everything, in memory and in the file, for whatever state of the machine it was made."""
+        """Forgets everything, in memory and in the file, for whatever state of the machine it was made.
+
+        An OSError where the file is somebody else's.
+        """
+        if os.path.isdir(os.path.dirname(self.path)):
+            with _locked(self.path), contextlib.suppress(FileNotFoundError):
+                if not self._ours:
+                    self._sections_on_disk()
+                os.unlink(self.path)
         with self._mutex:
-            if os.path.isdir(os.path.dirname(self.path)):
-                with _locked(self.path), contextlib.suppress(FileNotFoundError):
-                    os.unlink(self.path)
             self._state.entries, self._changed, self.ignored = {}, {}, None
             self._index()
 
     def _adopt(self, sections: list[_Section]) -> None:
         """Takes over what holds for this state, the newest last, and says what does not."""
-        others = [s for s in sections if s.entries and s.differences(self._state)]
+        ignored, reasons = 0, ""
         for section in sorted(sections, key=_Section.newest):
-            if section not in others:
+            if differences := section.differences(self._state):
+                ignored, reasons = ignored + len(section.entries), "; ".join(differences)[:300]
+            else:
                 self._state.entries.update(section.entries)
-        if others:
-            count = sum(len(section.entries) for section in others)
-            reasons = "; ".join(max(others, key=_Section.newest).differences(self._state))
-            self.ignored = f"{count} entries ignored, made with {reasons[:300]}"
+        if ignored:
+            self.ignored = f"{ignored} entries ignored, made with {reasons}"
         self._index()
 
     def _index(self) -> None:
@@ -391,11 +409,13 @@ class RatioTable:
         return own
 
     def _sections_on_disk(self) -> list[_Section]:
-        """Under the lock: what the file holds; contents that are no table are set aside."""
+        """For whoever holds the lock: what the file holds, a bad one out of the way."""
         try:
             raw = _read(self.path)
             return [] if raw is None else _parse(raw)
         except _BadFileError as error:
+            if not self._ours:
+                raise OSError(f"it holds no ratio table ({error}) and is left as it is") from None
             _set_aside(self.path, str(error))
             return []
 
@@ -408,9 +428,13 @@ class RatioTable:
         except OSError as error:
             log.warning("ratio table %s cannot be read: %s", self.path, error)
             return []
+        if not self._ours:
+            log.warning("%s holds no ratio table (%s): ignored, and left as it is", self.path, reason)
+            return []
         try:
-            # Again under the lock: a writer may have replaced the bad file meanwhile.
-            with _locked(self.path):
+            # Again under the lock: a writer may have replaced the bad file meanwhile. A prompt may be waiting
+            # for this table, so a lock that is held is not waited for: the next save sets the file aside.
+            with _locked(self.path, wait=False):
                 return self._sections_on_disk()
         except OSError as error:
             log.warning("ratio table %s cannot be used (%s), nor set aside: %s", self.path, reason, error)

@@ -39,7 +39,8 @@ def _restore() -> None:
     """Stock by force, so that one test's fault stays its own."""
     patching._base = None
     patching._contexts.clear()
-    patching._replacements.clear()
+    for replacement in patching._replacements:
+        replacement.ours = replacement.original = None
     for (owner, name), stock in STOCK.items():
         setattr(owner, name, stock)
 

@@ -814,7 +814,7 @@ def test_a_disk_that_fills_up_is_one_line_and_what_was_saved_stays(
 def test_ctrl_c_ends_the_command_in_one_line(
     monkeypatch: pytest.MonkeyPatch, main: Main, checkpoint: str, tmp_path: Path
 ) -> None:
-    simulated(monkeypatch, EQUAL_STREAMS, interrupt_after=60)
+    simulated(monkeypatch, EQUAL_STREAMS, interrupt_after=150)
     path = tmp_path / "ratios.json"
     answer = measured(main, checkpoint, "--table", str(path))
     assert (answer.status, answer.out) == (130, "")

@@ -1,9 +1,11 @@
 """The commands: what they refuse and how, what `compare` prints and writes, exit statuses."""
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,7 @@ import pytest
 from checkpoints import small_checkpoint
 
 import fusionml
-from fusionml import cli, machine, split
+from fusionml import calibrate, cli, loading, machine, sites, split
 from fusionml import compare as compare_module
 
 Main = Callable[..., tuple[int, str, str]]
@@ -81,7 +83,7 @@ def test_a_wrong_setting_is_one_line(
     refused(main(command[0], f"{option}={value}", *command[1:]), "fusionml", *words)
 
 
-@pytest.mark.parametrize("command", [["compare"], ["run", "json.tool"]])
+@pytest.mark.parametrize("command", [["compare"], ["doctor"], ["run", "json.tool"]])
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
@@ -154,7 +156,7 @@ def test_the_longest_prompt_that_fits_is_run(
     ],
 )
 def test_the_context_is_found_in_every_models_words(config: dict[str, Any], context: int | None) -> None:
-    assert cli._context(config) == context
+    assert loading.context(config) == context
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./none", "~/no such model"])
@@ -207,6 +209,163 @@ def test_the_exit_status_is_the_processs(tmp_path: Path) -> None:
     assert done.stderr == b"fusionml compare: --runs 0 is less than 1\n"
 
 
+# --- a table that is none
+
+
+TOOL = """
+import mlx.core as mx, mlx.nn as nn, fusionml
+from fusionml import machine, patching, sites
+sites.LEARNING_SHARE = 1e9
+machine.OtherLoad.share = lambda self: 0.0
+model = nn.Sequential(nn.Linear(128, 128))
+model.eval()
+fusionml.patch(model)
+for _ in range(100):
+    mx.eval(model(mx.ones((300, 128))))
+assert "learned" in str(fusionml.status()["sites"])
+assert patching.session().saver.wait(60)
+raise SystemExit(0)
+"""
+COMMANDS = {
+    "show": (0, ["calibrate", "--show"]),
+    "show as JSON": (0, ["calibrate", "--show", "--json"]),
+    "doctor": (0, ["doctor"]),
+    "clear": (2, ["calibrate", "--clear"]),
+    "calibrate": (2, ["calibrate", "--force", "--rows", "64", "--budget", "1"]),
+    "compare": (2, ["compare", "--calibrate", "--prompt-tokens", "64"]),
+    "run": (0, ["run", "--gate", "auto", "tool.py"]),
+}
+SOMEBODYS = {
+    "a model's config": b'{"model_type": "llama"}',
+    "binary": bytes(range(256)),
+    "empty": b"",
+    "another schema": b'{"schema": 2, "sections": []}',
+}
+
+
+@pytest.mark.parametrize("raw", SOMEBODYS.values(), ids=list(SOMEBODYS))
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.usefixtures("nothing_generated")
+def test_a_table_that_holds_something_else_stays_as_it_is(
+    main: Main,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    checkpoint: str,
+    tmp_path: Path,
+    name: str,
+    raw: bytes,
+) -> None:
+    monkeypatch.setattr(calibrate, "why_not", lambda: [])
+    monkeypatch.setattr(sites, "LEARNING_SHARE", sites.LEARNING_SHARE)  # the tool changes both
+    monkeypatch.setattr(machine.OtherLoad, "share", machine.OtherLoad.share)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(atexit, "register", lambda function: None)
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.chdir(tmp_path)
+    Path("tool.py").write_text(TOOL)
+    folder = tmp_path / "somebodys"
+    folder.mkdir()
+    (folder / "config.json").write_bytes(raw)
+    expected, (command, *options) = COMMANDS[name]
+    model = ["--model", checkpoint] if command != "run" and "--show" not in options else []
+    monkeypatch.setenv("FUSIONML_TABLE", str(folder / "config.json"))
+    status, out, err = main(command, *model, *options)
+    fusionml.unpatch()
+    assert status == expected, err
+    if expected:
+        assert out == ""
+        assert err.count("\n") == 1, err
+        assert "cannot be written" in err
+        assert "holds no ratio table" in err
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len([line for line in said if "ignored, and left as it is" in line]) == 1, said
+    assert len(said) == (2 if command == "run" else 1), "run also could not keep what it learned"
+    assert all(str(folder / "config.json") in line for line in said)
+    left = {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+    assert left == {"config.json": raw}
+
+
+@pytest.mark.parametrize("command", [["calibrate", "--show"], ["doctor"]])
+def test_a_bad_table_in_our_own_place_is_set_aside(
+    main: Main, caplog: pytest.LogCaptureFixture, tmp_path: Path, command: list[str]
+) -> None:
+    home = tmp_path / "fusionml"
+    home.mkdir()
+    for raw in (b"first", b"second"):
+        (home / "ratios.json").write_bytes(raw)
+        assert main(*command)[0] == 0
+    assert (home / "ratios.json.bad").read_bytes() == b"first"
+    assert (home / "ratios.json.bad1").read_bytes() == b"second"
+    assert not (home / "ratios.json").exists()
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 2
+
+
+def test_a_tilde_in_the_tables_path_is_the_home_folder(
+    main: Main, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FUSIONML_TABLE", "~/t.json")
+    for command in (["doctor", "--json"], ["calibrate", "--show", "--json"]):
+        told = json.loads(main(*command)[1])["table"]
+        assert (told if isinstance(told, str) else told["path"]) == str(tmp_path / "t.json")
+    shown = json.loads(main("calibrate", "--show", "--json", "--table", "~/u.json")[1])
+    assert shown["table"] == str(tmp_path / "u.json")
+
+
+# --- no home folder
+
+
+@pytest.fixture
+def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A user without a home folder, as in a container; returns the folder for temporary files."""
+
+    def expanduser(self: Path) -> Path:
+        if str(self).startswith("~"):
+            raise RuntimeError("Could not determine home directory.")
+        return self
+
+    for name in ("HOME", "FUSIONML_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", expanduser)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path / f"fusionml-{os.getuid()}"
+
+
+@pytest.mark.parametrize("given", ["", "~/somewhere"])
+def test_without_a_home_folder_the_commands_work(
+    main: Main, monkeypatch: pytest.MonkeyPatch, homeless: Path, given: str
+) -> None:
+    monkeypatch.setenv("FUSIONML_HOME", given)
+    monkeypatch.setattr(compare_module, "compare", lambda *args, **options: {"status": fusionml.status()})
+    monkeypatch.setattr(compare_module, "render", lambda result, tokenizer: "a table")
+    place = str(homeless / "ratios.json")
+    assert json.loads(main("doctor", "--json")[1])["table"]["path"] == place
+    assert f"{place}: 0 sites" in main("calibrate", "--show")[1]
+    assert main("compare", "--prompt-tokens", "8")[:2] == (0, "a table\n")
+    assert (homeless / "demo-1").is_dir()
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_folder_a_model_in_it_is_one_line(main: Main) -> None:
+    for command in ("compare", "doctor", "calibrate"):
+        refused(main(command, "--model", "~/m"), f"fusionml {command}: ", "--model ~/m", "no such folder")
+
+
+@pytest.mark.usefixtures("homeless")
+def test_without_a_home_folder_calls_split() -> None:
+    model = nn.Sequential(nn.Linear(128, 128))
+    model.eval()
+    with fusionml.patched(min_rows=32):
+        fusionml.patch(model)
+        mx.eval(model(mx.ones((64, 128))))
+        status = fusionml.status()
+    fusionml.unpatch()
+    assert (status["calls"], status["reasons"]) == ({"split": 1}, {})
+
+
 # --- right use
 
 
@@ -249,7 +408,7 @@ def test_compare_prints_a_table_and_writes_every_sample_with_the_environment(
     assert all(len(s["tokens"]) == len(s["gaps"]) == 3 and s["ttft"] > 0 for s in result["samples"])
     assert out == compare_module.render(result, None) + "\n", "the file holds all that the table says"
     assert {site["ratio"] for site in result["status"]["sites"].values()} == {0.25}
-    assert len(set(decoded)) == 5, "the warm-up's prompt and one for each pair"
+    assert len(set(decoded)) == 7, "one to warm up, one of each length to learn from, one for each pair"
 
 
 def test_without_a_model_compare_makes_one_and_keeps_it(
@@ -268,7 +427,9 @@ def test_without_a_model_compare_makes_one_and_keeps_it(
     assert err.startswith("demo: ")
     assert seen[0]["lengths"] is None
     assert (seen[0]["context"], seen[0]["max_tokens"], seen[0]["pairs"]) == (8192, 64, 2)
-    assert [path.name for path in (tmp_path / "fusionml").iterdir()] == ["demo-1"]
+    kept = {path.name for path in (tmp_path / "fusionml").iterdir()}
+    assert "demo-1" in kept
+    assert kept <= {"demo-1", "ratios.json", "ratios.json.lock"}
 
 
 def test_compare_runs_both_arms_whatever_the_environment_turns_off(

@@ -16,7 +16,7 @@ from models import tiny
 
 from fusionml import compare as module
 from fusionml import patching, split
-from fusionml.compare import Run, compare, divergence, prompt_ids, render
+from fusionml.compare import LEARNING_TOKENS, Run, compare, divergence, prompt_ids, render
 
 
 @pytest.fixture(scope="module")
@@ -52,9 +52,9 @@ class Recorder:
 
     @property
     def measured(self) -> list[tuple[str, list[int], int]]:
-        """All but the warm-up of both arms."""
-        assert [arm for arm, _, _ in self.asked[:2]] == ["stock", "patched"]
-        return self.asked[2:]
+        """All but the warm-up and the prompts to learn from, which answer with few tokens."""
+        assert self.asked[0][0] == "stock"
+        return [asked for asked in self.asked[1:] if asked[2] != LEARNING_TOKENS]
 
     @property
     def lengths(self) -> list[int]:
@@ -87,6 +87,8 @@ def test_arms_alternate_with_one_prompt_a_pair_and_another_for_the_next(
     assert all(first == second for first, second in pairs)
     prompts = {tuple(ids[:30]) for ids, _ in pairs} | {tuple(asked.asked[0][1][:30])}
     assert len(prompts) == 10, "nine pairs and the warm-up"
+    learned_from = {tuple(ids) for _, ids, tokens in asked.asked if tokens == LEARNING_TOKENS}
+    assert not learned_from & {tuple(ids) for _, ids, _ in asked.measured}
 
 
 @given(length=st.integers(2, 700), seeds=st.lists(st.integers(0, 3000), min_size=2, max_size=2, unique=True))

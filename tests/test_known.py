@@ -5,6 +5,7 @@ import gc
 import io
 import json
 import pickle
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -20,8 +21,10 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import Pair, linear_layers, pair, tiny, tokens
 
 import fusionml
-from fusionml import known
-from fusionml.session import Session
+from fusionml import known, liveness, machine
+from fusionml.ratios import Site
+from fusionml.session import Session, open_table
+from fusionml.table import Entry
 
 SPLIT = {"min_rows": 32, "ratio": 0.5}
 ROWS = 40
@@ -403,6 +406,29 @@ def test_experts_and_embeddings_are_named(patch) -> None:
     assert not any("Embedding" in reason for reason in skipped)
 
 
+class Scaled(nn.Module):
+    """A module whose `weight` is no matrix, in a model with an embedding."""
+
+    def __init__(self, weight: object) -> None:
+        super().__init__()
+        self.embed, self.body, self.weight = nn.Embedding(160, 128), nn.Linear(128, 256), weight
+
+    def __call__(self, given: mx.array) -> mx.array:
+        return self.body(given)
+
+
+@pytest.mark.parametrize(
+    "weight", [[mx.array(0.5)], {"a": mx.ones((160, 128))}, nn.Linear(128, 160), mx.array(2.0), 0.5, "heavy"]
+)
+def test_a_weight_that_is_no_matrix_stops_nothing(patch, weight: object, caplog) -> None:
+    model = Scaled(weight)
+    model.eval()
+    patch(model, **SPLIT)
+    mx.eval(model(x()))
+    assert fusionml.status()["calls"] == {"split": 1}
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
 # Nothing is left on a model
 
 
@@ -466,6 +492,209 @@ def test_status_is_plain_data(patch) -> None:
     assert status["patched"] is True
     assert status["settings"]["min_rows"] == 32
     assert all(site["ratio"] == 0.5 and site["arm"] == "split" for site in status["sites"].values())
+
+
+STOCK = {"min_rows": 32, "ratio": 0}
+GIVEN = "ratio=0.0 was given"
+
+
+def test_calls_that_stand_down_are_counted_exactly(patch, session: Session) -> None:
+    model = tiny("llama")
+    patch(model, **SPLIT)
+    for _ in range(5):
+        mx.eval(model(tokens(ROWS)))
+    dead = {liveness.DEAD_BLOCK: 7 * 5, liveness.OUTSIDE: 5}
+    for _ in range(2):
+        assert fusionml.status()["calls"] == {"split": 14 * 5, "stock": 8 * 5}
+        assert fusionml.status()["reasons"] == dead
+    assert session.shared() == (5 * ROWS, 1.0)
+    patch(**STOCK)
+    for rows in (ROWS, ROWS + 8, ROWS, ROWS, ROWS + 8):
+        mx.eval(model(tokens(rows)))
+    assert fusionml.status()["calls"] == {"split": 14 * 5, "stock": 8 * 10 + 14 * 5}
+    assert fusionml.status()["reasons"] == {key: 2 * count for key, count in dead.items()} | {GIVEN: 14 * 5}
+    split, stock = 5 * ROWS, 5 * ROWS + 2 * 8
+    assert session.shared() == (split + stock, pytest.approx(split / (split + stock)))
+
+
+def test_calls_that_stood_down_are_counted_after_the_model_is_gone(patch, session: Session) -> None:
+    model = pair()
+    patch(model, **STOCK)
+    for _ in range(6):
+        mx.eval(model(x()))
+    del model
+    gc.collect()
+    assert session.known._layers == {}
+    assert fusionml.status()["calls"] == {"stock": 12}
+    assert fusionml.status()["reasons"] == {GIVEN: 12}
+    assert session.shared() == (6 * ROWS, 0.0)
+
+
+def test_calls_that_stand_down_are_counted_whatever_changes_meanwhile(patch) -> None:
+    """Another type with the same shape, or other settings: what was counted before is kept."""
+    model = pair()
+    patch(model, **STOCK)
+    for dtype in (mx.float32, mx.float32, mx.float16, mx.float16, mx.float32, mx.float32):
+        mx.eval(model(x(dtype=dtype)))
+    assert fusionml.status()["calls"] == {"stock": 12}
+    patch(min_rows=33, ratio=0)
+    mx.eval(model(x()), model(x()))
+    patch(**STOCK)
+    mx.eval(model(x()), model(x()))
+    assert fusionml.status()["calls"] == {"stock": 20}
+
+
+def test_calls_that_stand_down_in_many_threads_are_counted_while_somebody_polls(patch) -> None:
+    model, calls, done = pair(), 400, threading.Event()
+    patch(model, **STOCK)
+    given = [x(rows) for rows in (ROWS, ROWS + 8)]
+
+    def work() -> None:
+        for call in range(calls):
+            model(given[call % 2])  # never evaluated: only counted
+
+    def poll() -> None:
+        while not done.is_set():
+            fusionml.status()
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    poller = threading.Thread(target=poll)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in (*threads, poller):
+            thread.start()
+        for thread in threads:
+            thread.join()
+        done.set()
+        poller.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert fusionml.status()["calls"] == {"stock": 2 * 3 * calls}
+    assert fusionml.status()["reasons"] == {GIVEN: 2 * 3 * calls}
+
+
+def test_two_threads_that_decide_at_once_lose_no_call(patch, session: Session) -> None:
+    """The second one to decide finds the first one's decision, and what it has counted since."""
+    model = pair()
+    patch(model, **STOCK)
+    real, first = session.control, [True]
+
+    def control(*args: object) -> object:
+        if first and first.pop():
+            for _ in range(3):
+                model.up(x())
+        return real(*args)
+
+    session.control = control  # type: ignore[method-assign]
+    model.up(x())
+    model.up(x())
+    assert fusionml.status()["calls"] == {"stock": 5}
+
+
+def test_reasons_do_not_grow_with_the_shapes_of_inputs(patch) -> None:
+    model = pair()
+    patch(model, **SPLIT)
+    for rows in range(40, 60):
+        model.up(mx.zeros((1, rows, 128), dtype=mx.int32))
+        with pytest.raises(ValueError, match=r"addmm|matmul"):
+            model.up(mx.zeros((1, rows, 130 + rows)))
+    assert fusionml.status()["reasons"] == {"input of type mlx.core.int32": 20, "input of another width": 20}
+
+
+def test_what_is_remembered_of_a_layer_does_not_grow_with_the_shapes_of_inputs(
+    patch, session: Session
+) -> None:
+    model = pair()
+    patch(model, **STOCK)
+    for rows in (*range(40, 240), *range(40, 240)):
+        model.up(mx.zeros((1, rows, 128)))
+    (layer,) = [each for each in session.known.layers() if each.outputs == 256]
+    assert 16 <= len(layer.standing) <= 100
+    assert fusionml.status()["calls"] == {"stock": 400}
+    assert session.shared()[0] == 2 * sum(range(40, 240))
+
+
+# What stands until something changes
+
+
+def test_a_decision_stands_until_the_settings_change(patch, session: Session, monkeypatch) -> None:
+    model, asked = pair(), []
+    real = session.control
+    monkeypatch.setattr(session, "control", lambda *args: (asked.append(1), real(*args))[1])
+    patch(model, **STOCK)
+    for _ in range(5):
+        mx.eval(model(x()))
+    assert len(asked) == 2, "each layer asked once"
+    patch(**SPLIT)
+    mx.eval(model(x()))
+    patch(**STOCK)
+    mx.eval(model(x()))
+    assert fusionml.status()["calls"] == {"stock": 12, "split": 2}
+
+
+def test_settings_that_change_while_a_call_decides_hold_for_the_next_call(
+    patch, session: Session, monkeypatch
+) -> None:
+    model = pair()
+    patch(model, **STOCK)
+    real, first = session.control, [True]
+
+    def control(*args: object) -> object:
+        made = real(*args)
+        if first and first.pop():
+            patch(**SPLIT)  # as another thread may, after this one was told what to do
+        return made
+
+    monkeypatch.setattr(session, "control", control)
+    model.up(x())
+    model.up(x())
+    assert fusionml.status()["calls"] == {"stock": 1, "split": 1}
+
+
+def test_a_decision_stands_on_its_own_device_only(patch, monkeypatch) -> None:
+    model = pair()
+    patch(model, min_rows=32)
+    with monkeypatch.context() as on_cuda:
+        on_cuda.setattr(mx, "default_device", lambda: mx.Device(mx.gpu, 0))
+        on_cuda.setattr(mx.metal, "is_available", lambda: False)
+        for _ in range(2):
+            mx.eval(model(x()))
+        assert fusionml.status()["backend"] == "cuda"
+        assert fusionml.status()["calls"] == {"stock": 4}
+    mx.eval(model(x()))
+    assert fusionml.status()["calls"] == {"stock": 4, "split": 2}
+
+
+@pytest.mark.parametrize("change", ["another path", "the same path"])
+def test_a_decision_stands_until_the_table_changes(
+    patch, session: Session, monkeypatch, tmp_path: Path, change: str
+) -> None:
+    monkeypatch.setattr(machine, "math_fingerprint", dict)
+    model = pair()
+    paths = [str(tmp_path / name) for name in ("slow.json", "fast.json")]
+    if change == "the same path":
+        paths[1] = paths[0]
+
+    def measured(path: str, ratio: float) -> None:
+        table = open_table(path)
+        for inputs, outputs, bias in ((128, 256, True), (256, 128, False)):
+            site = Site("linear", "float32", inputs, outputs, bias, 16)
+            table.put(site, Entry(ratio, 0.5, "2026-08-01T12:00:00+00:00", 0.02, None, 41, "native"))
+        table.save()
+
+    measured(paths[0], 0.0)
+    patch(model, min_rows=32, table=paths[0])
+    for _ in range(2):
+        mx.eval(model(x()))
+    assert fusionml.status()["calls"] == {"stock": 4}
+    measured(paths[1], 0.5)
+    if change == "the same path":
+        session.forget_plans()
+    else:
+        patch(min_rows=32, table=paths[1])
+    mx.eval(model(x()))
+    assert fusionml.status()["calls"] == {"stock": 4, "split": 2}
 
 
 def test_the_lists_of_two_threads_do_not_tear(patch, session: Session) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,8 +20,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from models import Pair, pair, tiny, tokens
 
 import fusionml
-from fusionml import forwards, patching, split
+from fusionml import forwards, machine, patching, pressure, sites, split
+from fusionml import session as session_module
 from fusionml.session import Session
+from fusionml.settings import Settings
 
 SPLIT: dict[str, Any] = {"min_rows": 32, "ratio": 0.5}
 TARGETS = [(nn.Linear, "__call__"), (mlx_lm.utils, "load_model"), (mx, "set_wired_limit")]
@@ -155,6 +159,25 @@ def test_somebody_else_put_the_original_back(stock_functions: dict[Any, Any]) ->
     assert current() == list(stock_functions.values())
 
 
+def test_somebody_wrapped_before_us_and_put_the_original_back(
+    stock_functions: dict[Any, Any], recwarn: pytest.WarningsRecorder
+) -> None:
+    """They wrapped, we patched, they put stock back: there is nothing of ours left until we patch again."""
+    stock, model = stock_functions[nn.Linear, "__call__"], pair()
+    for again in (True, False):
+        nn.Linear.__call__ = lambda self, given: stock(self, given)
+        fusionml.patch(model, **SPLIT)
+        nn.Linear.__call__ = stock
+        assert not splits(model)
+        if again:
+            fusionml.patch(**SPLIT)
+            assert splits(model)
+        assert fusionml.unpatch() is True
+        assert current() == list(stock_functions.values())
+        assert not splits(model)
+    assert list(recwarn) == []
+
+
 def test_a_wrapper_below_ours_stays(stock_functions: dict[Any, Any]) -> None:
     stock = nn.Linear.__call__
     seen: list[int] = []
@@ -191,6 +214,72 @@ def test_patched_ends_with_an_exception(stock_functions: dict[Any, Any]) -> None
     with pytest.raises(KeyError), fusionml.patched(**SPLIT):
         raise KeyError("theirs")
     assert current() == list(stock_functions.values())
+
+
+@pytest.mark.parametrize("moment", ["before", "between", "after"])
+def test_an_interrupted_block_leaves_nothing_behind(
+    moment: str, monkeypatch: pytest.MonkeyPatch, stock_functions: dict[Any, Any], session: Session
+) -> None:
+    where = {
+        "before": (patching, "_install"),
+        "between": (patching._replacements[1], "install"),
+        "after": (session, "configure"),
+    }
+    block, entered = fusionml.patched(**SPLIT), []
+    with monkeypatch.context() as ctrl_c:
+        real, interrupts = getattr(*where[moment]), [KeyboardInterrupt]
+
+        def interrupted(*args: Any) -> Any:
+            if interrupts:
+                raise interrupts.pop()
+            return real(*args)
+
+        ctrl_c.setattr(*where[moment], interrupted)
+        with pytest.raises(KeyboardInterrupt), block:
+            entered.append(1)
+    assert entered == []
+    assert current() == list(stock_functions.values())
+    assert fusionml.status()["patched"] is False
+    assert patching._contexts == {}
+    model = pair()
+    fusionml.patch(model, **SPLIT)
+    with block:
+        assert splits(model)
+    assert splits(model)
+    assert fusionml.unpatch() is True
+    assert current() == list(stock_functions.values())
+
+
+def test_an_interrupted_block_inside_a_patch_leaves_the_patch(
+    patch: Callable[..., None], monkeypatch: pytest.MonkeyPatch, session: Session
+) -> None:
+    model, real, interrupts = pair(), session.configure, [KeyboardInterrupt]
+    patch(model, **SPLIT)
+
+    def interrupted(settings: Settings) -> None:
+        real(settings)
+        if interrupts:
+            raise interrupts.pop()
+
+    monkeypatch.setattr(session, "configure", interrupted)
+    with pytest.raises(KeyboardInterrupt), fusionml.patched(enabled=False):
+        pass
+    assert session.settings.min_rows == 32
+    assert splits(model)
+
+
+def test_what_runs_after_it_returns_is_not_decorated() -> None:
+    async def coroutine() -> None: ...
+
+    async def asynchronous() -> Any:
+        yield
+
+    def generator() -> Any:
+        yield
+
+    for function in (coroutine, asynchronous, generator):
+        with pytest.raises(TypeError, match=rf"{function.__name__}.*with patched"):
+            fusionml.patched(**SPLIT)(function)
 
 
 def test_patched_decorates(stock_functions: dict[Any, Any], session: Session) -> None:
@@ -330,6 +419,46 @@ def test_what_is_no_model_and_what_is_no_setting(stock_functions: dict[Any, Any]
     assert current() == list(stock_functions.values())
 
 
+def test_handing_a_model_over_keeps_the_settings_and_what_was_learned(
+    patch: Callable[..., None], session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = pair(), pair()
+    patch(ratio=0.3, gate="auto", min_rows=32)
+    patch(model)
+    for _ in range(5):
+        mx.eval(model(x()))
+    settings, controls = session.settings, dict(session._controls)
+    assert controls
+    samples = [control.state() for control in controls.values()]
+    monkeypatch.setenv("FUSIONML_MIN_ROWS", "77")
+    patch(other)
+    assert session.settings == settings
+    assert (settings.ratio, settings.gate, settings.min_rows) == (0.3, "auto", 32)
+    assert all(session._controls[key] is control for key, control in controls.items())
+    assert [control.state() for control in controls.values()] == samples
+    assert len(session.known.models()) == 2
+    patch(model, ratio=0.25)
+    assert (session.settings.ratio, session.settings.min_rows) == (0.25, 77)
+    assert session._controls == {}
+    patch()
+    assert session.settings.ratio is None, "without a model, patch() is the defaults"
+
+
+def test_the_first_model_handed_over_patches_with_the_environment_and_the_defaults(
+    patch: Callable[..., None], session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pair()
+    monkeypatch.setenv("FUSIONML_MIN_ROWS", "32")
+    monkeypatch.setenv("FUSIONML_RATIO", "0.25")
+    patch(model)
+    assert session.settings == dataclasses.replace(Settings(), min_rows=32, ratio=0.25, gate="off")
+    assert splits(model)
+    assert fusionml.unpatch() is True
+    monkeypatch.delenv("FUSIONML_RATIO")
+    patch(model)
+    assert session.settings.ratio is None, "what was before unpatch() is over"
+
+
 def test_every_setting_is_accepted(patch: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     given = {
         "enabled": True,
@@ -374,6 +503,21 @@ def test_switched_off_while_patched(patch: Callable[..., None]) -> None:
     assert fusionml.status()["patched"] is False
     patch(**SPLIT)
     assert splits(model)
+
+
+def test_another_ratio_holds_from_the_next_call_on(
+    patch: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    real = split.run_linear
+    monkeypatch.setattr(
+        split, "run_linear", lambda x, w, b, m, *rest: (seen.append(m), real(x, w, b, m, *rest))[1]
+    )
+    model = pair()
+    for ratio in (0.5, 0.25, 0):
+        patch(model, min_rows=32, ratio=ratio)
+        model.up(x(1, 512, 128))
+    assert seen == [256, 128]
 
 
 @pytest.mark.parametrize("boundary", split.BOUNDARIES)
@@ -631,6 +775,104 @@ def test_the_33rd_thread_is_stock(patch: Callable[..., None]) -> None:
     assert fusionml.status()["reasons"] == {"more than 32 threads": 6}
 
 
+def chain(width: int) -> nn.Sequential:
+    """Twelve layers, each a site of its own."""
+    sizes = [(width + n, width + n + 1) for n in range(12)]
+    model = nn.Sequential(*(nn.Linear(*size) for size in sizes))
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+def together(*works: Callable[[], None], poll: Callable[[], Any]) -> None:
+    """Run `works` on threads of their own while another polls; none may wait for ever."""
+    done, failed = threading.Event(), list[BaseException]()
+
+    def guarded(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    def polling() -> None:
+        while not done.wait(0.001):
+            poll()
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in (*works, polling)]
+    for thread in threads:
+        thread.start()
+    for thread in threads[:-1]:
+        thread.join(PATIENCE)
+    done.set()
+    threads[-1].join(PATIENCE)
+    if any(thread.is_alive() for thread in threads):
+        patching._session = Session()  # what tidies up after the test must not wait as well
+        pytest.fail("they wait for each other")
+    assert failed == []
+
+
+PATIENCE = 20.0
+"""Seconds after which threads are taken to wait for ever."""
+
+
+def slowly(function: Callable[..., Any], seconds: float = 0.01) -> Callable[..., Any]:
+    """The same, and so slow that another thread is sure to come by meanwhile."""
+    return lambda *args: (time.sleep(seconds), function(*args))[1]
+
+
+def test_learning_and_status_do_not_wait_for_each_other(
+    patch: Callable[..., None], session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sites, "LEARNING_SHARE", 1e9)
+    monkeypatch.setattr(session, "crowded", lambda: False)
+    monkeypatch.setattr(machine.OtherLoad, "share", slowly(lambda self: 0.0))
+    monkeypatch.setattr(session, "_learning", slowly(session._learning))
+    models = [chain(128), chain(160)]
+    patch(gate="auto", min_rows=32)
+    for model in models:
+        session.known.add(model, from_loader=False)
+
+    def generate(model: nn.Module, width: int) -> None:
+        for _ in range(300):
+            mx.eval(model(mx.ones((32, width))))
+            controls = session._all_controls()
+            if len(controls) == 24 and not any(control._learn for control in controls):
+                break
+
+    together(
+        lambda: generate(models[0], 128),
+        lambda: generate(models[1], 160),
+        poll=lambda: (fusionml.status(), session.learning()),
+    )
+    status = fusionml.status()
+    assert len(status["sites"]) == 24
+    assert all("learned from" in site["why"] for site in status["sites"].values())
+    assert session.saver.wait(PATIENCE)
+
+
+def test_generating_under_lasting_memory_pressure_waits_for_nobody(
+    patch: Callable[..., None], session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(pressure, "read", lambda: pressure.Reading(level="critical"))
+    monkeypatch.setattr(session, "_learning", slowly(session._learning))
+    models = [chain(128), chain(160)]
+    patch(gate="auto", min_rows=32)
+    for model in models:
+        session.known.add(model, from_loader=False)
+
+    def generate(model: nn.Module, width: int) -> None:
+        for _ in range(5):
+            mx.eval(model(mx.ones((32, width))))
+
+    together(
+        lambda: generate(models[0], 128), lambda: generate(models[1], 160), poll=lambda: fusionml.status()
+    )
+    status = fusionml.status()
+    assert status["calls"] == {"stock": 2 * 5 * 12}
+    assert {site["arm"] for site in status["sites"].values()} == {"stock"}
+
+
 # The wired limit
 
 
@@ -638,9 +880,10 @@ def test_the_cpu_stream_is_drained_before_the_wired_limit_changes(
     patch: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    monkeypatch.setattr(patching, "_replacements", [])
     stock = mx.set_wired_limit
     mx.set_wired_limit = lambda limit: order.append(f"limit {limit}") or 7
+    made = [patching.Replacement(each.owner, each.name, each.make) for each in patching._replacements]
+    monkeypatch.setattr(patching, "_replacements", made)
     try:
         monkeypatch.setattr(split, "drain", lambda: order.append("drain"))
         model = pair()

@@ -15,7 +15,6 @@ from pairs import (
     EQUAL_STREAMS,
     M1,
     M4,
-    M4_PRO,
     M5_LIKE,
     MS,
     PAPER_CHIPS,
@@ -86,8 +85,8 @@ def test_noisy_search_finds_the_optimum_with_half_the_samples(pair: Pair) -> Non
 @pytest.mark.parametrize("rows", [1024, 8192])
 def test_other_batches_are_found_as_well(rows: int) -> None:
     best = optimum(M1, rows)
-    losses = [M1.cost(find(M1, seed, rows)[0].ratio, rows) / M1.cost(best, rows) - 1 for seed in SEEDS]
-    assert sum(loss <= 0.05 for loss in losses) >= 95
+    losses = [M1.cost(find(M1, seed, rows)[0].ratio, rows) / M1.cost(best, rows) - 1 for seed in range(40)]
+    assert sum(loss <= 0.05 for loss in losses) >= 37
 
 
 def test_a_thousand_times_slower_cpu_costs_milliseconds() -> None:
@@ -118,11 +117,18 @@ def test_a_gain_bound_below_three_per_cent_answers_zero_without_a_split() -> Non
 
 
 def test_no_split_is_timed_beyond_the_bound_of_the_solo_rates() -> None:
-    bound = M4_PRO.current.per_row / M4_PRO.cpu.per_row
-    asked = drive(RatioSearch(rows=ROWS, boundary_seconds=M4_PRO.boundary), Stopwatch(M4_PRO, ROWS, 0, 0.0))
-    splits = [probe.ratio for probe in asked if probe.kind == "split"]
-    assert splits
-    assert max(splits) <= 1.1 * bound < 0.4
+    pair = Pair("slower", Unit(0, 10 * US), Unit(0, 3.2 * US))
+    search = RatioSearch(rows=ROWS, grid=PAPER_GRID)
+    asked = drive(search, Stopwatch(pair, ROWS, 0, 0.0))
+    # 0.32 of the rows take the CPU alone as long as stock takes for all of them.
+    assert {probe.ratio for probe in asked if probe.kind == "split"} == {0.1, 0.2, 0.3}
+
+
+def test_a_boundary_dearer_than_the_bound_on_the_gain_is_seen_without_a_split() -> None:
+    dear = RatioSearch(rows=ROWS, boundary_seconds=0.6 * M1.stock(ROWS))
+    asked = drive(dear, Stopwatch(M1, ROWS, 0, 0.0))
+    assert {probe.kind for probe in asked} == {"stock", "solo"}
+    assert dear.result().ratio == 0
 
 
 def test_the_fixed_cost_of_a_few_rows_is_not_taken_for_their_rate() -> None:
@@ -131,15 +137,21 @@ def test_the_fixed_cost_of_a_few_rows_is_not_taken_for_their_rate() -> None:
     assert find(streaming, 0, rows=4096)[0].ratio > 0.2
 
 
-def test_the_smallest_of_equally_fast_ratios_is_chosen() -> None:
-    def flat(probe: Probe) -> float:
-        if probe.kind == "split":
-            return 0.8 + 4 * max(0.0, 0.2 - probe.ratio) + 4 * max(0.0, probe.ratio - 0.4)
-        return 1.0 if probe == STOCK else 1e-3 * probe.cpu_rows
+def test_the_smallest_ratio_within_two_per_cent_of_the_fastest_is_chosen() -> None:
+    def nearly_flat(probe: Probe) -> float:
+        if probe.kind != "split":
+            return 1.0 if probe == STOCK else 1e-3 * probe.cpu_rows
+        r = probe.ratio
+        return 0.8 - 0.05 * (r - 0.25) + 4 * max(0.0, 0.25 - r) + 4 * max(0.0, r - 0.4)
 
-    search = RatioSearch(rows=ROWS)
-    drive(search, flat)
-    assert 0.19 < search.result().ratio < 0.23
+    found = {}
+    for tolerance in (0.0, 0.02):
+        search = RatioSearch(rows=ROWS, tolerance=tolerance)
+        drive(search, nearly_flat)
+        found[tolerance] = search.result().ratio
+    # 0.40 is the fastest, by 0.9 %; below 0.25 the curve rises by 5 % for each 0.01.
+    assert 0.34 < found[0.0] < 0.41
+    assert found[0.02] == pytest.approx(0.25, abs=0.02)
 
 
 def test_stock_wins_ties() -> None:
@@ -147,7 +159,7 @@ def test_stock_wins_ties() -> None:
     level = Pair("level", Unit(0, 20 * US, 2.0), Unit(0, 20 * US, 2.0))
     assert level.cost(0.3, ROWS) == pytest.approx(level.stock(ROWS))
     assert find(level, 0, noise=0.0)[0].ratio == 0
-    assert sum(find(level, seed)[0].ratio == 0 for seed in SEEDS) >= 85
+    assert sum(find(level, seed)[0].ratio == 0 for seed in range(40)) >= 34
 
 
 def test_the_boundary_is_charged_to_every_split() -> None:
@@ -166,6 +178,7 @@ def test_the_grid_of_the_paper_is_all_that_is_timed() -> None:
     search = RatioSearch(rows=ROWS, grid=PAPER_GRID, boundary_seconds=M1.boundary)
     asked = drive(search, Stopwatch(M1, ROWS, 0))
     assert {probe.ratio for probe in asked if probe.kind == "split"} == {0.1, 0.2, 0.3, 0.4, 0.5}
+    assert all(asked.count(probe) >= 5 for probe in asked if probe.kind == "split")
     assert search.result().ratio == 0.3
 
 
@@ -224,11 +237,11 @@ def test_outliers_do_not_move_the_answer() -> None:
 def test_a_machine_that_warms_up_meanwhile_gets_the_same_answer() -> None:
     best = M1.cost(optimum(M1), ROWS)
     good = 0
-    for seed in SEEDS:
+    for seed in range(40):
         search = RatioSearch(rows=ROWS, boundary_seconds=M1.boundary)
         drive(search, Stopwatch(M1, ROWS, seed, drift=0.2))
         good += M1.cost(search.result().ratio, ROWS) <= 1.05 * best
-    assert good >= 95
+    assert good >= 37
 
 
 def test_next_repeats_itself_until_something_is_told() -> None:
@@ -285,7 +298,7 @@ def test_expected_seconds_bound_a_probe_before_it_runs() -> None:
         if probe.kind == "split":
             assert expected is not None
             assert (
-                0.8 * watch.pair.seconds(probe, ROWS) <= expected <= 1.001 * watch.pair.seconds(probe, ROWS)
+                0.7 * watch.pair.seconds(probe, ROWS) <= expected <= 1.001 * watch.pair.seconds(probe, ROWS)
             )
         search.tell(probe, watch(probe))
 
@@ -398,6 +411,7 @@ def test_simulated_chips_lie_where_the_paper_found_the_real_ones(pair: Pair) -> 
     best = optimum(pair)
     assert 0.24 <= best <= 0.40
     assert 1.15 <= pair.stock(ROWS) / pair.cost(best, ROWS) <= 1.41
+    assert best < composed_ratio(1 / pair.cpu.per_row, 1 / pair.current.per_row)
 
 
 def test_every_preset_says_that_it_is_a_simulation() -> None:

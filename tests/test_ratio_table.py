@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 import fusionml.table as table_module
 from fusionml.ratios import Site
+from fusionml.session import open_table
+from fusionml.settings import home
 from fusionml.table import Entry, RatioTable
 
 MACHINE = {"chip": "M1", "cores": 8, "mlx": "0.32.4", "environment": {"OMP_NUM_THREADS": "4"}}
@@ -153,6 +155,10 @@ def test_a_stale_copy_does_not_undo_what_another_saved(tmp_path: Path) -> None:
     stale.save()
     assert RatioTable.load(path, MACHINE).entries()[SITE].ratio == 0.4
     assert stale.entries()[SITE].ratio == 0.4
+    # Nor does it put back what it saved itself, once another measured that again.
+    saved(path, (other, replace(ENTRY, ratio=0.1)))
+    stale.save()
+    assert RatioTable.load(path, MACHINE).entries()[other].ratio == 0.1
 
 
 def test_another_machine_or_version_is_ignored_with_one_line(
@@ -172,6 +178,16 @@ def test_another_machine_or_version_is_ignored_with_one_line(
     assert RatioTable.load(path, {**MACHINE, "mlx": "0.33.0"}).entries() == {SITE: replace(ENTRY, ratio=0.1)}
 
 
+def test_the_line_is_one_line_whatever_the_file_calls_its_machine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path / "t.json", machine={"new\nline \ud800": "\x1b[31m\n"})
+    assert RatioTable.load(tmp_path / "t.json", MACHINE).ignored
+    (line,) = warnings_in(caplog)
+    assert line.encode().isascii()
+    assert line.isprintable()
+
+
 def test_the_machine_is_compared_as_json_holds_it(tmp_path: Path) -> None:
     saved(tmp_path / "t.json", machine={"cores": (4, 4)})
     assert len(RatioTable.load(tmp_path / "t.json", {"cores": [4, 4]})) == 1
@@ -183,7 +199,7 @@ def test_the_machine_is_compared_as_json_holds_it(tmp_path: Path) -> None:
 def test_the_rates_of_the_math_library_may_vary_but_not_change(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     saved(path, fingerprint=RATES)
-    for factor, known in ((0.7, 1), (1.4, 1), (0.5, 0), (13, 0)):
+    for factor, known in ((0.4, 1), (2.5, 1), (0.3, 0), (13, 0)):
         rates = {**RATES, "float32": factor * RATES["float32"]}
         table = RatioTable.load(path, MACHINE, fingerprint=rates)
         assert len(table) == known
@@ -201,6 +217,9 @@ def test_the_states_measured_longest_ago_are_forgotten_first(tmp_path: Path) -> 
         saved(path, (SITE, entry), machine={"mlx": f"0.{day}"})
     kept = [day for day in range(1, 36) if len(RatioTable.load(path, {"mlx": f"0.{day}"}))]
     assert kept == list(range(4, 36))
+    # What was just saved stays, however old the clock says it is.
+    saved(path, (SITE, replace(ENTRY, when="1970-01-01")), machine={"mlx": "0.99"})
+    assert len(RatioTable.load(path, {"mlx": "0.99"})) == 1
 
 
 def test_clear_forgets_memory_and_file(tmp_path: Path) -> None:
@@ -317,11 +336,13 @@ def test_an_entry_of_the_wrong_type_is_set_aside(
     )
 
 
-def test_a_machine_nested_too_deeply_to_be_written_is_set_aside(
+def test_a_machine_that_cannot_be_written_again_is_set_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    content = saved(tmp_path / "good.json").replace(b'"M1"', b"[" * 400 + b"]" * 400)
-    assert check_survival(tmp_path / "t.json", content, caplog)
+    raw = saved(tmp_path / "good.json")
+    for value in (b"[" * 400 + b"]" * 400, b"1e999", b"[1, -1e999]"):
+        assert check_survival(tmp_path / "t.json", raw.replace(b'"M1"', value), caplog)
+    assert not check_survival(tmp_path / "t.json", raw.replace(b'"M1"', b"1" * 400), caplog)
 
 
 def test_every_truncation_is_survived(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -628,3 +649,77 @@ print(json.dumps({"error": error, "kept": kept, "left": left, "found": sorted(nu
         "left": ["t.json", "t.json.lock"],
         "found": [0, 1],
     }
+
+
+# --- whose file it is ---
+
+SOMEBODYS = {
+    "a model's config": b'{"model_type": "llama", "hidden_size": 4096}',
+    "binary": bytes(range(256)),
+    "empty": b"",
+    "another schema": b'{"schema": 2, "sections": []}',
+}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".lock"}
+
+
+@pytest.mark.parametrize("raw", SOMEBODYS.values(), ids=list(SOMEBODYS))
+def test_somebodys_file_stays_as_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture, raw: bytes) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(raw)
+    table = RatioTable.load(path, MACHINE, ours=False)
+    assert len(table) == 0
+    (line,) = warnings_in(caplog)
+    assert str(path) in line
+    assert "left as it is" in line
+    table.put(SITE, ENTRY)
+    for change in (table.save, table.clear):
+        with pytest.raises(OSError, match="left as it is"):
+            change()
+        assert contents(tmp_path) == {"config.json": raw}
+    assert table.lookup(SITE) == ENTRY, "in memory it is kept"
+
+
+def test_a_table_of_ours_in_somebodys_place_is_used_and_cleared(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    saved(path, ours=False)
+    table = RatioTable.load(path, MACHINE, ours=False)
+    assert table.lookup(SITE) == ENTRY
+    table.clear()
+    assert contents(tmp_path) == {}
+
+
+def test_at_our_own_place_every_bad_file_is_kept(tmp_path: Path) -> None:
+    path, bad = tmp_path / "t.json", [b"first", b"second", b"", b"fourth"]
+    for number, raw in enumerate(bad):
+        path.write_bytes(raw)
+        if number % 2:
+            table = RatioTable(path, MACHINE)  # nobody looked before it was saved
+            table.put(SITE, ENTRY)
+            table.save()
+            path.unlink()
+        else:
+            RatioTable.load(path, MACHINE)
+    names = ["t.json.bad", "t.json.bad1", "t.json.bad2", "t.json.bad3"]
+    assert contents(tmp_path) == dict(zip(names, bad, strict=True))
+
+
+def test_setting_aside_takes_no_name_that_is_in_use(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.with_name("t.json.bad").symlink_to("nowhere")
+    path.with_name("t.json.bad1").mkdir()
+    path.write_bytes(b"bad")
+    RatioTable.load(path, MACHINE)
+    assert path.with_name("t.json.bad").is_symlink()
+    assert path.with_name("t.json.bad2").read_bytes() == b"bad"
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["our own place", "named by the user"])
+def test_only_the_place_that_nobody_named_is_our_own(tmp_path: Path, given: bool) -> None:
+    path = home() / "ratios.json"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"bad")
+    open_table(str(path) if given else None)
+    assert contents(path.parent) == {"ratios.json" if given else "ratios.json.bad": b"bad"}

@@ -1,9 +1,12 @@
 """Settings from code, environment and defaults, and what a wrong one says."""
 
 import dataclasses
+import json
+import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fusionml import settings
@@ -26,6 +29,13 @@ GOOD: list[tuple[str, Any, str, Any]] = [
     *[("gate", word, word, word) for word in ("auto", "periodic", "lock", "off")],
     ("table", "/some/table.json", "/some/table.json", "/some/table.json"),
     ("table", Path("/some/table.json"), "/some/table.json", "/some/table.json"),
+    ("table", "~/t.json", "~/t.json", os.path.expanduser("~/t.json")),
+    ("table", Path("~/t.json"), "~/t.json", os.path.expanduser("~/t.json")),
+    ("ratio", np.float32(0.25), "0.25", 0.25),
+    ("ratio", np.float64(0.5), "0.5", 0.5),
+    ("ratio", np.int8(0), "0", 0.0),
+    ("min_rows", np.int64(300), "300", 300),
+    ("min_rows", np.uint8(32), "32", 32),
     ("quantized", False, "off", False),
     ("moe", False, "false", False),
 ]
@@ -45,6 +55,10 @@ BAD: list[tuple[str, Any, str | None, str]] = [
     ("min_rows", -5, "-5", "at least 2"),
     ("min_rows", 2.5, "2.5", "whole number"),
     ("min_rows", True, None, "at least 2"),
+    ("min_rows", np.int64(1), None, "at least 2"),
+    ("min_rows", np.float64(300), None, "whole number"),
+    ("ratio", np.float32("nan"), None, "between 0 and 0.5"),
+    ("ratio", np.float32(0.75), None, "0 to 0.5"),
     ("boundary", "eagre", "eagre", "eager, async, none"),
     ("boundary", ["eager"], None, "eager, async, none"),
     ("cpu_dtype", "float16", "float16", "auto, native, float32"),
@@ -57,6 +71,11 @@ BAD: list[tuple[str, Any, str | None, str]] = [
 
 def variable(name: str) -> str:
     return f"FUSIONML_{name.upper()}"
+
+
+def test_settings_given_as_numpy_scalars_are_plain_data() -> None:
+    made = resolve({"ratio": np.float32(0.25), "min_rows": np.int64(300)}, max_ratio=0.5, environ={})
+    assert json.loads(json.dumps(dataclasses.asdict(made)))["ratio"] == 0.25
 
 
 def test_the_defaults() -> None:

@@ -269,7 +269,7 @@ def test_a_slow_learner_uses_the_best_so_far_but_not_under_pressure() -> None:
     assert set(world.jobs[done:]) == {Job(STOCK)}
     assert (world.arm, world.control.state()["ratio"]) == (STOCK, 0.0)
     world.pressure = False
-    world.prompts(3, layers=2)
+    world.prompts(20, layers=2)
     assert not world.control.learning
 
 

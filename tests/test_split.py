@@ -185,7 +185,9 @@ def test_the_first_rows_are_the_cpus() -> None:
     assert (cpu.shape, current.shape) == ((96, N), (224, N))
     reference = truth(x, weight, bias)
     assert error(cpu, reference[:96]) < 1e-6
-    assert error(current, reference[96:]) < 1e-6
+    # On a GPU float32 products may be rounded to tf32, stock's as well.
+    stock = mx.addmm(bias, x, weight.T)
+    assert error(current, reference[96:]) <= 2 * error(stock, reference) + 1e-6
 
 
 @pytest.mark.parametrize("shape", [(320, K), (2, 160, K), (2, 2, 80, K), (320, 1, K)])
@@ -289,12 +291,12 @@ def test_only_eager_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(waited) == waits, boundary
 
 
-def test_both_parts_are_dispatched_before_the_join_where_the_backend_needs_it(
+def test_both_parts_are_computed_before_the_join_where_the_backend_needs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, weight, bias = data((64, K), mx.float32, True)
     for needed in (False, True):
-        monkeypatch.setattr(split, "needs_dispatch", lambda needed=needed: needed)
+        monkeypatch.setattr(split, "needs_settling", lambda needed=needed: needed)
         out = split_linear(x, weight, bias, ratio=0.5)
         left = operations(out)
         assert ("Matmul" in left, "AddMM" in left) == (not needed, not needed)
@@ -305,12 +307,10 @@ def test_both_parts_are_dispatched_before_the_join_where_the_backend_needs_it(
 @pytest.mark.parametrize(
     ("device", "cuda"), [(mx.cpu, False), (mx.cpu, True), (mx.gpu, False), (mx.gpu, True)]
 )
-def test_only_cuda_needs_the_dispatch(
-    monkeypatch: pytest.MonkeyPatch, device: mx.DeviceType, cuda: bool
-) -> None:
+def test_only_cuda_needs_that(monkeypatch: pytest.MonkeyPatch, device: mx.DeviceType, cuda: bool) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: device)
     monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
-    assert split.needs_dispatch() == (device == mx.gpu and cuda)
+    assert split.needs_settling() == (device == mx.gpu and cuda)
 
 
 def test_a_ratio_of_zero_has_no_boundary_and_no_second_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -321,7 +321,7 @@ def test_an_input_that_does_not_fit_fails_as_in_stock(model: Pair) -> None:
     wrong = mx.zeros((2, ROWS, 130))
     with pytest.raises(ValueError, match=r"addmm|matmul") as ours:
         model(wrong)
-    assert fusionml.status()["reasons"] == {"input (2, 40, 130) of type mlx.core.float32": 1}
+    assert fusionml.status()["reasons"] == {"input of another width": 1}
     fusionml.unpatch()
     with pytest.raises(ValueError, match=r"addmm|matmul") as theirs:
         model(wrong)
@@ -331,7 +331,7 @@ def test_an_input_that_does_not_fit_fails_as_in_stock(model: Pair) -> None:
 def test_an_input_of_another_kind_is_stock(model: Pair) -> None:
     whole = mx.arange(ROWS * 128).reshape(1, ROWS, 128)
     ours = model.up(whole)
-    assert fusionml.status()["reasons"] == {"input (1, 40, 128) of type mlx.core.int32": 1}
+    assert fusionml.status()["reasons"] == {"input of type mlx.core.int32": 1}
     fusionml.unpatch()
     assert mx.array_equal(ours, model.up(whole))
 
