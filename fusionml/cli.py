@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 CHUNK = 2048
 """Rows of MLX-LM's usual chunk."""
-DEMO_BUDGET = 16.0
-"""Seconds to calibrate the small model in."""
+DEMO_BUDGET, DEMO_ROWS = 16.0, (512, 1024)
+"""Seconds to calibrate the small model in, and its rows; what holds for 1024 serves longer prompts too."""
 SHORTEST_PROMPT = 2
 """Tokens: one for a chunk of prefill and the last, which MLX-LM runs alone."""
 
@@ -117,7 +117,8 @@ def _compare(args: argparse.Namespace) -> int:
         model, tokenizer, config, name = loading.load(args.model)
     context = loading.context(config)
     _check_context(args, context)
-    rows = DEFAULT_ROWS if args.prompt_tokens is None else _rows_of(args.prompt_tokens)
+    rows: tuple[int, ...] = DEMO_ROWS if args.model is None else DEFAULT_ROWS
+    rows = rows if args.prompt_tokens is None else _rows_of(args.prompt_tokens)
     # The small model has too few layers to learn from a prompt or two, as a real one does.
     if rows and (args.calibrate or args.model is None):
         args.force, args.budget = not args.calibrate, DEMO_BUDGET if args.model is None else 60.0

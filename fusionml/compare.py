@@ -23,7 +23,7 @@ WARM_UP_TOKENS = 200
 LEARNING_PROMPTS = 3
 """Prompts of each length that the patched arm may learn from before anything is measured."""
 LEARNING_SEED, LEARNING_TOKENS = 10**6, 4
-PATIENCE = 30.0
+PATIENCE = 15.0
 """Seconds that all runs of one default prompt length may take."""
 
 _WORDS = (

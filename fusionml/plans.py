@@ -47,8 +47,11 @@ def decide(settings: Settings, pair: Pair, entry: Entry | None, *, half: bool, c
 
 
 def counts(settings: Settings, entry: Entry, cpu_dtype: str) -> bool:
-    """Whether an entry holds for the arithmetic that the settings come to for the site, `cpu_dtype`."""
-    return settings.cpu_dtype == "auto" or entry.cpu_dtype == cpu_dtype
+    """Whether an entry holds for the arithmetic that the settings come to for the site, `cpu_dtype`.
+
+    Under `auto` a float32 one always does; a native one only where `auto` would be native too.
+    """
+    return entry.cpu_dtype == cpu_dtype or (settings.cpu_dtype == "auto" and entry.cpu_dtype == "float32")
 
 
 def without_table(pair: Pair, *, half: bool, cpu_dtype: str) -> Plan:
