@@ -55,6 +55,10 @@ def held_by_another(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+waiting: list[threading.Thread] = []
+"""Threads of failed tests: a process that ends while one of them computes hangs."""
+
+
 def within(session: Session, work: Any) -> None:
     """Do `work` on a thread of its own, so that a wait for ever is a failure and not a hang."""
     failed: list[BaseException] = []
@@ -70,6 +74,7 @@ def within(session: Session, work: Any) -> None:
     thread.join(PATIENCE)
     if thread.is_alive():
         patching._session = Session()  # what tidies up after the test must not wait as well
+        waiting.append(thread)
         pytest.fail("it waits")
     assert failed == []
 
@@ -259,6 +264,8 @@ def learning_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     fusionml.patch(model, min_rows=32, gate="auto", table=str(tmp_path / "t.json"))
     yield model
     fusionml.unpatch()
+    for thread in waiting:
+        thread.join(PATIENCE)
 
 
 def learn(session: Session, model: nn.Module) -> None:
