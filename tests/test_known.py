@@ -1,6 +1,7 @@
 """Which models and layers are known, how long, and that knowing them leaves no trace on them."""
 
 import copy
+import dataclasses
 import gc
 import io
 import json
@@ -592,6 +593,16 @@ def test_two_threads_that_decide_at_once_lose_no_call(patch, session: Session) -
     assert fusionml.status()["calls"] == {"stock": 5}
 
 
+def test_a_decision_made_twice_is_the_first_one_which_may_be_counting(patch, session: Session) -> None:
+    model = pair()
+    patch(model, **STOCK)
+    model.up(x())
+    layer = session.known.find(model.up)
+    ((shape, first),) = layer.standing.items()
+    session.known.stand(layer, shape, dataclasses.replace(first), session.known.age)
+    assert layer.standing[shape] is first
+
+
 def test_reasons_do_not_grow_with_the_shapes_of_inputs(patch) -> None:
     model = pair()
     patch(model, **SPLIT)
@@ -666,35 +677,42 @@ def test_a_decision_stands_on_its_own_device_only(patch, monkeypatch) -> None:
     assert fusionml.status()["calls"] == {"stock": 4, "split": 2}
 
 
-@pytest.mark.parametrize("change", ["another path", "the same path"])
+def measured(path: Path, ratio: float, dtype: str = "float32") -> str:
+    """A table that knows the layers of `pair()` in calls of few rows."""
+    table = open_table(str(path))
+    for inputs, outputs, bias in ((128, 256, True), (256, 128, False)):
+        entry = Entry(ratio, 0.5, "2026-08-01T12:00:00+00:00", 0.02, None, 41, "native")
+        table.put(Site("linear", dtype, inputs, outputs, bias, 16), entry)
+    table.save()
+    return str(path)
+
+
+@pytest.mark.parametrize("names", [("a.json", "b.json"), ("a.json", "a.json")])
 def test_a_decision_stands_until_the_table_changes(
-    patch, session: Session, monkeypatch, tmp_path: Path, change: str
+    patch, session: Session, monkeypatch, tmp_path: Path, names: tuple[str, str]
 ) -> None:
     monkeypatch.setattr(machine, "math_fingerprint", dict)
-    model = pair()
-    paths = [str(tmp_path / name) for name in ("slow.json", "fast.json")]
-    if change == "the same path":
-        paths[1] = paths[0]
-
-    def measured(path: str, ratio: float) -> None:
-        table = open_table(path)
-        for inputs, outputs, bias in ((128, 256, True), (256, 128, False)):
-            site = Site("linear", "float32", inputs, outputs, bias, 16)
-            table.put(site, Entry(ratio, 0.5, "2026-08-01T12:00:00+00:00", 0.02, None, 41, "native"))
-        table.save()
-
-    measured(paths[0], 0.0)
-    patch(model, min_rows=32, table=paths[0])
+    model, (old, new) = pair(), names
+    patch(model, min_rows=32, table=measured(tmp_path / old, 0.0))
     for _ in range(2):
         mx.eval(model(x()))
     assert fusionml.status()["calls"] == {"stock": 4}
-    measured(paths[1], 0.5)
-    if change == "the same path":
+    patch(min_rows=32, table=measured(tmp_path / new, 0.5))
+    if old == new:
         session.forget_plans()
-    else:
-        patch(min_rows=32, table=paths[1])
     mx.eval(model(x()))
     assert fusionml.status()["calls"] == {"stock": 4, "split": 2}
+
+
+def test_a_decision_stands_for_its_own_type_only(patch, monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(machine, "math_fingerprint", dict)
+    model = pair()
+    model.set_dtype(mx.float16)
+    measured(tmp_path / "t.json", 0.0, "float32")
+    patch(model, min_rows=32, table=measured(tmp_path / "t.json", 0.5, "float16"))
+    for dtype in (mx.float32, mx.float32, mx.float16):
+        model.up(x(dtype=dtype))
+    assert fusionml.status()["calls"] == {"stock": 2, "split": 1}
 
 
 def test_the_lists_of_two_threads_do_not_tear(patch, session: Session) -> None:

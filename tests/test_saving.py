@@ -209,10 +209,13 @@ def test_what_is_put_while_a_table_is_written_is_kept_for_the_next_time(
     putting.start()
     putting.join(PATIENCE / 4)
     waited = putting.is_alive()
-    saver.soon(table)
     go.set()
     putting.join(PATIENCE)
     assert not waited, "put() waited for the disk"
+    assert saver.wait(PATIENCE)
+    assert {site.rows: entry for site, entry in table.entries().items()} == {512: newer, 1024: newer}
+    assert on_disk(path) == [512]
+    saver.soon(table)
     assert saver.wait(PATIENCE)
     for kept in (table, RatioTable.load(path, MACHINE)):
         assert {site.rows: entry for site, entry in kept.entries().items()} == {512: newer, 1024: newer}
