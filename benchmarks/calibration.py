@@ -9,7 +9,6 @@ alone and together.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from mlx_lm import load
 
+from benchmarks.output import show
 from fusionml import machine, split
 from fusionml.calibrate import Bench, Outcome, Shape, boundary_seconds, search_site, shapes
 from fusionml.ratios import Probe
@@ -112,12 +112,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 256], help="rows (default: 512 256)")
     parser.add_argument("--sites", type=int, default=5, help="sites, of the first rows first (default: 5)")
     parser.add_argument("--repeats", type=int, default=5, help="samples of each share (default: 5)")
-    parser.add_argument("--json", metavar="FILE", help="write everything and the environment here")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything and the environment here")
     args = parser.parse_args(argv)
     result = measure(args.model, args.rows, args.sites, args.repeats)
-    print(render(result))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    show(result, render(result), args.json)
     return 0
 
 

@@ -8,7 +8,6 @@ ended. Its own cost in microseconds a call is measured apart, on the plan alone.
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm import load
 
+from benchmarks.output import show
 from fusionml import forwards, machine
 from fusionml.compare import generate_once, prompt_ids
 from fusionml.measure import order, paired_ratio
@@ -149,12 +149,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", required=True, help="a folder that mlx_lm.load accepts")
     parser.add_argument("--tokens", type=int, default=512, help="prompt length (default: 512)")
     parser.add_argument("--pairs", type=int, default=4, help="runs of each arm (default: 4)")
-    parser.add_argument("--json", metavar="FILE", help="write every sample and the environment here")
+    parser.add_argument(
+        "--json", metavar="FILE", type=Path, help="write every sample and the environment here"
+    )
     args = parser.parse_args(argv)
     result = measure(args.model, args.tokens, args.pairs)
-    print(render(result))
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    show(result, render(result), args.json)
     return 0
 
 

@@ -8,7 +8,6 @@ is the share of a prompt that the split can touch at all; attention, norms and t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from tqdm import tqdm
 
+from benchmarks.output import show
 from fusionml import loading, machine, patched, status
 from fusionml.measure import Ratio, order, paired_ratio, unstable
 from fusionml.patching import session
@@ -109,8 +109,9 @@ def measure(path: str, rows: int, runs: int) -> dict[str, Any]:
     with patched(enabled=True):
         model, _, _, name = loading.load(path)
     layers, environment = live_layers(model), machine.stamp()
-    if not session().eligible():
-        raise loading.UsageError(f"--model {path}: nothing of it may split: {session().skipped()}")
+    coverage = session().coverage()
+    if not coverage["eligible"]:
+        raise loading.UsageError(f"--model {path}: nothing of it may split: {coverage['skipped']}")
     samples, state = sample(layers, rows, runs)
     head = {"model": name, "rows": rows, "layers": len(layers)}
     return {**head, **summarise(samples), "samples": samples, "status": state, "environment": environment}
@@ -135,9 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         result = measure(args.model, args.rows, args.runs)
     except loading.UsageError as error:
         parser.error(str(error))
-    print(render(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    show(result, render(result), args.json)
     return 0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from benchmarks.output import show
 from fusionml import machine, patched
 from fusionml.measure import order, paired_ratio
 from fusionml.patching import session
@@ -128,9 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     result = measure()
-    print(render(result))
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    show(result, render(result), args.json)
     return 0
 
 

@@ -82,9 +82,7 @@ class GatedBlock(nn.Module):
         arms, gate = self._hidden.arms, self._hidden.gate
         now = pressure.read()
         with self._hidden.lock:
-            decision = gate.choose(
-                pressure.fits(now, self._working_set(x)), now.level in ("warning", "critical")
-            )
+            decision = gate.choose(pressure.fits(now, self._working_set(x)), now.short)
         if not decision.timed:
             return arms[decision.arm](x, *args, **options)
         if not split.try_boundary([x, *_arrays(self.block)], "eager"):

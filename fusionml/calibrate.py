@@ -20,8 +20,8 @@ import numpy as np
 from . import machine, patching, pressure, split
 from .known import KnownModels, Layer
 from .measure import relative_error
-from .ratios import DEFAULT_ROWS, PAPER_GRID, STOCK, Choice, Probe, RatioSearch, Site, bucket
-from .session import BUSY, entry_of
+from .ratios import DEFAULT_ROWS, PAPER_GRID, STOCK, Choice, Probe, RatioSearch, Site
+from .session import BUSY, entry_of, site_of
 from .table import RatioTable
 from .timing import boundary_seconds
 
@@ -64,8 +64,8 @@ class Shape:
         return self.inputs * self.outputs * len(self.layers)
 
     def site(self, rows: int) -> Site:
-        """The site that calls of `rows` rows look up: see `session.site_of`."""
-        return Site(self.kind, dtype_name(self.dtype), self.inputs, self.outputs, self.bias, bucket(rows + 1))
+        """The site that calls of `rows` rows look up."""
+        return site_of(self, self.dtype, rows)
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,6 @@ class Outcome:
     seconds: float
     error: float | None = None
     left_out: str | None = None
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """`bfloat16` for `mx.bfloat16`."""
-    return str(dtype).rsplit(".", 1)[-1]
 
 
 # --- what to measure
@@ -185,19 +180,16 @@ class Bench:
 
     def _compute(self, probe: Probe, weight: mx.array, bias: mx.array | None) -> mx.array:
         if probe.kind == "stock":
-            return self.stock(weight, bias)
+            return split.stock_linear(self.x, weight, bias)
         if probe.kind == "solo":
             return split.linear_parts(self.x, weight, bias, probe.cpu_rows, "eager", self.cpu_dtype)[0]
         return split.run_linear(self.x, weight, bias, probe.cpu_rows, "eager", self.cpu_dtype)
-
-    def stock(self, weight: mx.array, bias: mx.array | None) -> mx.array:
-        return self.x @ weight.T if bias is None else mx.addmm(bias, self.x, weight.T)
 
     def error(self, cpu_rows: int) -> float:
         """Largest difference of the split from stock, relative to stock's largest output."""
         weight, bias = self.weights[0]
         both = split.run_linear(self.x, weight, bias, cpu_rows, "eager", self.cpu_dtype)
-        wide = [np.array(a.astype(mx.float32)) for a in (both, self.stock(weight, bias))]
+        wide = [np.array(a.astype(mx.float32)) for a in (both, split.stock_linear(self.x, weight, bias))]
         return relative_error(*wide)
 
 
@@ -423,9 +415,9 @@ def _work(job: tuple[Shape, int]) -> int:
 def why_not() -> list[str]:
     """Reasons not to measure now, a phrase each: battery, low power, short memory, a busy machine."""
     reasons = machine.why_not_measurable(None)
-    level = pressure.read().level
-    if level in ("warning", "critical"):
-        reasons.append(f"memory pressure is {level}")
+    now = pressure.read()
+    if now.short:
+        reasons.append(f"memory pressure is {now.level}")
     others = machine.OtherLoad()
     time.sleep(LISTEN_SECONDS)
     if others.share() > BUSY:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 CHUNK = 2048
 """Rows of MLX-LM's usual chunk."""
+BUDGET = 60.0
+"""Seconds that a calibration takes."""
 DEMO_BUDGET, DEMO_ROWS = 16.0, (512, 1024)
 """Seconds to calibrate the small model in, and its rows; what holds for 1024 serves longer prompts too."""
 SHORTEST_PROMPT = 2
@@ -121,8 +123,8 @@ def _compare(args: argparse.Namespace) -> int:
     rows = rows if args.prompt_tokens is None else _rows_of(args.prompt_tokens)
     # The small model has too few layers to learn from a prompt or two, as a real one does.
     if rows and (args.calibrate or args.model is None):
-        args.force, args.budget = not args.calibrate, DEMO_BUDGET if args.model is None else 60.0
-        _measure(model, name, args, _table(_resolved(settings)), rows=rows)
+        budget = DEMO_BUDGET if args.model is None else BUDGET
+        _measure(model, name, args.name, _resolved(settings), not args.calibrate, rows=rows, budget=budget)
     print(f"{name}: stock against patched, {args.runs} runs each, A-B-B-A, greedy", file=sys.stderr)
     result = compare(
         model,
@@ -215,7 +217,9 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rows", type=int, nargs="+", help=f"rows of a call (default: {_list(DEFAULT_ROWS)})"
     )
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds to spend (default: 60)")
+    parser.add_argument(
+        "--budget", type=float, default=BUDGET, help=f"seconds to spend (default: {BUDGET:.0f})"
+    )
     parser.add_argument(
         "--grid", type=float, nargs="*", help="only these CPU shares; alone, the paper's 0 to 0.5 by 0.1"
     )
@@ -247,21 +251,24 @@ def _calibrate(args: argparse.Namespace) -> int:
         model, made_up, name = loading.from_config(args.config)
     else:
         model, _, _, name = loading.load(args.model)
-    table = _table(settings)
-    outcomes = _measure(model, name, args, table, rows=rows, grid=grid, made_up=made_up)
+    options = {"rows": rows, "budget": args.budget, "grid": grid, "made_up": made_up}
+    outcomes, path = _measure(model, name, args.name, settings, args.force, **options)
     if args.json:
-        answer = {"model": name, "table": table.path, "environment": machine.stamp()}
+        answer = {"model": name, "table": path, "environment": machine.stamp()}
         print(json.dumps({**answer, "sites": [calibrate.as_dict(o) for o in outcomes]}, indent=1))
     else:
         print(calibrate.render(outcomes))
     return 0
 
 
-def _measure(model: Any, name: str, args: argparse.Namespace, table: RatioTable, **options: Any) -> list[Any]:
-    """Calibrate, refusing where what is measured would not hold tomorrow."""
+def _measure(
+    model: Any, name: str, command: str, settings: Settings, force: bool, **options: Any
+) -> tuple[list[Any], str]:
+    """Calibrate, refusing where it would not hold tomorrow: the outcomes, and the table's path."""
     from . import calibrate
 
-    refused = [] if getattr(args, "force", False) else calibrate.why_not()
+    table = _table(settings)
+    refused = [] if force else calibrate.why_not()
     if refused:
         raise UsageError(f"not now: {'; '.join(refused)} (--force measures all the same)")
     bar = _progress("calibrate")
@@ -271,22 +278,17 @@ def _measure(model: Any, name: str, args: argparse.Namespace, table: RatioTable,
 
     try:
         outcomes = calibrate.calibrate(
-            model,
-            budget=getattr(args, "budget", 60.0),
-            table=table,
-            cpu_dtype=_resolved(_settings(args)).cpu_dtype,
-            progress=tell,
-            **options,
+            model, table=table, cpu_dtype=settings.cpu_dtype, progress=tell, **options
         )
     except calibrate.NothingToCalibrateError as error:
         raise UsageError(f"{name} has nothing to calibrate: {error}") from None
     except OSError as error:
         raise UsageError(f"--table {table.path} cannot be written: {error.strerror or error}") from None
     except KeyboardInterrupt:
-        print(f"fusionml {args.name}: interrupted; {table.path} holds {len(table)} sites", file=sys.stderr)
+        print(f"fusionml {command}: interrupted; {table.path} holds {len(table)} sites", file=sys.stderr)
         raise SystemExit(130) from None
     print(f"{name}: measured into {table.path}", file=sys.stderr)
-    return outcomes
+    return outcomes, table.path
 
 
 def _grid(given: list[float] | None) -> list[float] | None:

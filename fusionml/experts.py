@@ -77,7 +77,7 @@ def real_runs(
     Raises:
         ValueError: under a trace.
     """
-    arrays = [x, indices, *_arrays(weight), *([] if bias is None else [bias])]
+    arrays = [*split.given(x, indices, bias), *_arrays(weight)]
     split.materialise(arrays, boundary)
     return expert_runs(np.array(indices))
 

@@ -99,9 +99,8 @@ def decide(session: Session, layer: nn.Module, x: mx.array) -> Call:
 
 def ask(session: Session, known: Layer, layer: nn.Module, x: mx.array) -> Call:
     """Ask the call's site what to do."""
-    bias = layer.get("bias")
     rows = x.size // x.shape[-1]
-    dtype = mx.result_type(x, layer["weight"], *([] if bias is None else [bias]))
+    dtype = mx.result_type(*split.given(x, layer["weight"], layer.get("bias")))
     control = session.control(known, dtype, rows)
     crowded = session.crowded()  # asked each time: it also tells the other threads that we were here
     unclean = first_touch(known) or (CROWDED if crowded else None)
@@ -127,7 +126,7 @@ def untimed(
     weight, bias = layer["weight"], layer.get("bias")
     boundary = session.settings.boundary
     # The weight and the bias too: under compile or vmap the input may be concrete and they traced.
-    if not split.try_boundary([x, weight, *([] if bias is None else [bias])], boundary):
+    if not split.try_boundary(split.given(x, weight, bias), boundary):
         return None, TRACE
     try:
         m = split.cpu_rows(x.size // x.shape[-1], call.job.ratio)
@@ -141,7 +140,7 @@ def timed(
 ) -> tuple[mx.array | None, str | None]:
     """One arm, evaluated and timed, and the time told to the site; None and the reason where it cannot be."""
     weight, bias = layer["weight"], layer.get("bias")
-    if not split.try_boundary([x, weight, *([] if bias is None else [bias])], "eager"):
+    if not split.try_boundary(split.given(x, weight, bias), "eager"):
         return None, TRACE
     job, rows = call.job, x.size // x.shape[-1]
     assert call.control is not None

@@ -48,19 +48,18 @@ class SplitLinear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         weight, bias = self["weight"], self.get("bias")
-        arrays = [x, weight, *([] if bias is None else [bias])]
-        dtype = mx.result_type(*arrays)
-        cpu_dtype = split.resolve_cpu_dtype("auto", dtype)
-        m = self._cpu_rows(x, dtype in split.HALF_TYPES, cpu_dtype)
+        arrays = split.given(x, weight, bias)
+        cpu_dtype = split.resolve_cpu_dtype("auto", mx.result_type(*arrays))
+        m = self._cpu_rows(x, cpu_dtype)
         if m == 0 or not split.try_boundary(arrays, "eager"):
             return super().__call__(x)
         return split.run_linear(x, weight, bias, m, "eager", cpu_dtype)
 
-    def _cpu_rows(self, x: mx.array, half: bool, cpu_dtype: str) -> int:
+    def _cpu_rows(self, x: mx.array, cpu_dtype: str) -> int:
         if x.ndim < 2 or x.shape[-2] < 2 or not x.size:
             return 0
         ratio = self._ratio
         if ratio is None:
             pair = Pair(machine.backend(), machine.cores())
-            ratio = without_table(pair, half=half, cpu_dtype=cpu_dtype).ratio
+            ratio = without_table(pair, cpu_dtype=cpu_dtype).ratio
         return split.cpu_rows(x.size // x.shape[-1], ratio)

@@ -168,8 +168,7 @@ def status() -> dict[str, Any]:
         "calls": dict(_session.calls),
         "reasons": dict(_session.reasons),
         "sites": _session.sites(),
-        "skipped": _session.skipped(),
-        "eligible": _session.eligible(),
+        **_session.coverage(),
         "probe_seconds": _session.probe_seconds(),
     }
 

@@ -29,21 +29,20 @@ class Pair:
     cores: int
 
 
-def decide(settings: Settings, pair: Pair, entry: Entry | None, *, half: bool, cpu_dtype: str) -> Plan:
+def decide(settings: Settings, pair: Pair, entry: Entry | None, *, cpu_dtype: str) -> Plan:
     """The plan of a site before its gate knows better: the user's ratio, else the table's, else built in.
 
     Args:
         settings: `ratio` wins where it is given.
         pair: the units that would share the rows.
         entry: what was measured for the site and `counts`, None where nothing was.
-        half: whether the result is of a half-precision type.
         cpu_dtype: `native` or `float32`: what the CPU rows are computed in without a table.
     """
     if settings.ratio is not None:
         return _plan(settings.ratio, cpu_dtype, f"ratio={settings.ratio} was given")
     if entry is not None:
         return _plan(entry.ratio, entry.cpu_dtype, f"measured {entry.when}, gain {entry.gain:.0%}")
-    return without_table(pair, half=half, cpu_dtype=cpu_dtype)
+    return without_table(pair, cpu_dtype=cpu_dtype)
 
 
 def counts(settings: Settings, entry: Entry, cpu_dtype: str) -> bool:
@@ -54,11 +53,11 @@ def counts(settings: Settings, entry: Entry, cpu_dtype: str) -> bool:
     return entry.cpu_dtype == cpu_dtype or (settings.cpu_dtype == "auto" and entry.cpu_dtype == "float32")
 
 
-def without_table(pair: Pair, *, half: bool, cpu_dtype: str) -> Plan:
+def without_table(pair: Pair, *, cpu_dtype: str) -> Plan:
     """The built-in default, where nothing was measured."""
     if pair.backend == "cpu" and pair.cores < 2:
         return _plan(0.0, cpu_dtype, "one CPU core: there is no second unit")
-    ratio = default_ratio(pair.backend, widened=half and cpu_dtype == "float32")
+    ratio = default_ratio(pair.backend, widened=cpu_dtype == "float32")
     return _plan(ratio, cpu_dtype, f"built-in default for {pair.backend}")
 
 

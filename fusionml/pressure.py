@@ -43,6 +43,11 @@ class Reading:
     low_power: bool | None = None
     on_battery: bool | None = None
 
+    @property
+    def short(self) -> bool:
+        """Whether the system says that memory is short."""
+        return self.level in ("warning", "critical")
+
 
 def read() -> Reading:
     """The machine now, at most FAST_SECONDS old (heat, low power and macOS swapping: SLOW_SECONDS)."""
@@ -53,7 +58,7 @@ def fits(reading: Reading, working_set_bytes: float) -> bool | None:
     """Whether so many further bytes fit in free memory; never under pressure, None where nobody knows."""
     if not working_set_bytes >= 0:
         raise ValueError(f"working_set_bytes must be at least 0, not {working_set_bytes!r}")
-    if reading.level in ("warning", "critical"):
+    if reading.short:
         return False
     return None if reading.free_bytes is None else working_set_bytes <= reading.free_bytes
 

@@ -156,13 +156,13 @@ def quantised_parts(
     Arguments as for `dense_parts`. With `cpu_dtype` `float32` the CPU's rows, the scales and the biases are
     cast on the current stream before the boundary; the weight itself is never copied.
     """
-    added = [] if bias is None else [bias]
+    added = split.given(bias)
     dtype = mx.result_type(flat, packed.scales, packed.biases, *added)
     head, cpu_packed, cpu_bias = flat, packed, bias
     if cpu_dtype == "float32":
         head, cpu_packed = flat[:m].astype(mx.float32), packed.astype(mx.float32)
         cpu_bias = None if bias is None else bias.astype(mx.float32)
-    copies = [] if cpu_bias is None else [cpu_bias]
+    copies = split.given(cpu_bias)
     split.materialise([flat, head, *packed.arrays, *cpu_packed.arrays, *added, *copies], boundary)
     with mx.stream(split.cpu_stream):
         cpu = cpu_packed.multiply(head[:m])

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -42,7 +42,16 @@ def bucket_of(rows: int) -> int:
     return bucket(rows + 1)
 
 
-def site_of(layer: Layer, dtype: mx.Dtype, rows: int) -> Site:
+class Geometry(Protocol):
+    """What a layer, or a shape that many layers share, tells of itself."""
+
+    kind: str
+    inputs: int
+    outputs: int
+    bias: bool
+
+
+def site_of(layer: Geometry, dtype: mx.Dtype, rows: int) -> Site:
     """The site of a call with `rows` rows."""
     name = str(dtype).rsplit(".", 1)[-1]
     return Site(layer.kind, name, layer.inputs, layer.outputs, layer.bias, bucket_of(rows))
@@ -140,7 +149,6 @@ class Session:
             self.settings,
             Pair(backend, machine.cores()),
             entry,
-            half=dtype in split.HALF_TYPES,
             cpu_dtype=cpu_dtype,
         )
         policy = self.settings.gate
@@ -182,7 +190,7 @@ class Session:
         On battery, in low-power mode or hot, the plan follows drift but nothing is probed on schedule.
         """
         now = pressure.read()
-        short = now.level in ("warning", "critical") or (now.swap_in_rate or 0) > SWAPPING
+        short = now.short or (now.swap_in_rate or 0) > SWAPPING
         if self._short_for(short) > PATIENCE:
             # Not under our lock: a site that decides holds its own and may be waiting for ours.
             for control in self._all_controls():
@@ -294,16 +302,15 @@ class Session:
         with self._lock:
             return list(self._controls.values())
 
-    def skipped(self) -> dict[str, int]:
-        """Layers of known models that never split, by reason."""
-        return dict(Counter(layer.reason for layer in self.known.layers() if layer.reason is not None))
-
-    def eligible(self) -> float | None:
-        """The share of the linear arithmetic of a known model's prefill that may split; None without one."""
-        layers = [layer for layer in self.known.layers() if layer.live]
-        total = sum(layer.arithmetic for layer in layers)
-        may = sum(layer.arithmetic for layer in layers if layer.reason is None)
-        return may / total if total else None
+    def coverage(self) -> dict[str, Any]:
+        """`skipped`: layers of known models that never split, by reason. `eligible`: the share of the linear
+        arithmetic of their prefill that may split; None without a model.
+        """
+        layers = self.known.layers()
+        skipped = Counter(layer.reason for layer in layers if layer.reason is not None)
+        total = sum(layer.arithmetic for layer in layers if layer.live)
+        may = sum(layer.arithmetic for layer in layers if layer.live and layer.reason is None)
+        return {"skipped": dict(skipped), "eligible": may / total if total else None}
 
     def shared(self) -> tuple[int, float]:
         """Prompt tokens of prefill-sized calls, and the share of their linear arithmetic that was split.

@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
 
+from . import split
 from .quantized import Packed
 
 TO_ALL = (distributed.ShardedToAllLinear, distributed.QuantizedShardedToAllLinear)
@@ -38,7 +39,7 @@ def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
     if "scales" in layer:
         out = Packed.of(layer).multiply(x)
         return out if bias is None else out + bias
-    return x @ layer["weight"].T if bias is None else mx.addmm(bias, x, layer["weight"].T)
+    return split.stock_linear(x, layer["weight"], bias)
 
 
 def finish(layer: nn.Module, product: mx.array) -> mx.array:

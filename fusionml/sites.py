@@ -159,7 +159,7 @@ class SiteControl:
             if self._gate is None:
                 return Job(self.plan.arm, self.plan.ratio)
             decision = self._gate.choose(fits, pressure, timeable)
-            self._note(self._gate.state()["arm"] if decision.timed else decision.arm)
+            self._note(self._gate.arm if decision.timed else decision.arm)
             ratio = self.plan.ratio if decision.arm == SPLIT else 0.0
             return Job(decision.arm, ratio, decision.timed)
 

@@ -117,6 +117,16 @@ def try_boundary(arrays: list[mx.array], boundary: str) -> bool:
     return True
 
 
+def given(*arrays: mx.array | None) -> list[mx.array]:
+    """Those of the arrays that there are: a bias may be None."""
+    return [array for array in arrays if array is not None]
+
+
+def stock_linear(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+    """The product as `nn.Linear` makes it, on the current stream."""
+    return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
+
+
 def linear_parts(
     flat: mx.array, weight: mx.array, bias: mx.array | None, m: int, boundary: str, cpu_dtype: str
 ) -> tuple[mx.array, mx.array]:
@@ -135,8 +145,8 @@ def linear_parts(
     if wide:
         head, cpu_weight = flat[:m].astype(mx.float32), weight.astype(mx.float32)
         cpu_bias = None if bias is None else bias.astype(mx.float32)
-    arrays = [flat, weight, *([] if bias is None else [bias])]
-    materialise([*arrays, head, cpu_weight, *([cpu_bias] if wide and cpu_bias is not None else [])], boundary)
+    arrays = given(flat, weight, bias)
+    materialise([*arrays, *(given(head, cpu_weight, cpu_bias) if wide else [])], boundary)
     dtype = mx.result_type(*arrays)
     # Slices and transposes are operations too: on the wrong stream they would bring the dependency back.
     with mx.stream(cpu_stream):
@@ -146,9 +156,7 @@ def linear_parts(
         cpu = head @ cpu_weight.T
         # Not addmm: on the CPU it has been wrong in half types.
         cpu = (cpu if cpu_bias is None else cpu + cpu_bias).astype(dtype)
-    rest = flat[m:]
-    current = rest @ weight.T if bias is None else mx.addmm(bias, rest, weight.T)
-    return cpu, current
+    return cpu, stock_linear(flat[m:], weight, bias)
 
 
 def join(cpu: mx.array, current: mx.array, shape: tuple[int, ...], settle: bool) -> mx.array:
@@ -216,8 +224,8 @@ def split_linear(
     _check_shapes(x, weight, bias)
     m = cpu_rows(x.size // x.shape[-1] if x.size else 0, ratio)
     if m == 0:
-        return x @ weight.T if bias is None else mx.addmm(bias, x, weight.T)
-    dtype = mx.result_type(x, weight, *([] if bias is None else [bias]))
+        return stock_linear(x, weight, bias)
+    dtype = mx.result_type(*given(x, weight, bias))
     return run_linear(x, weight, bias, m, boundary, resolve_cpu_dtype(cpu_dtype or "auto", dtype))
 
 

@@ -288,7 +288,9 @@ class RatioTable:
     Lookups may come from any thread while another puts or saves.
     """
 
-    def __init__(self, path: str | os.PathLike[str], machine: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], machine: Mapping[str, Any], *, ours: bool = True
+    ) -> None:
         """An empty table; see `load`."""
         # Not the name but what it leads to: replacing a symbolic link would leave its target behind.
         self.path = os.path.realpath(path)
@@ -297,7 +299,7 @@ class RatioTable:
         self._changed: dict[str, Entry] = {}
         self._layers: dict[_Layer, list[tuple[int, Entry]]] = {}
         self._mutex = threading.Lock()
-        self._ours = True
+        self._ours = ours
 
     @classmethod
     def load(
@@ -316,8 +318,7 @@ class RatioTable:
         stays. Never raises for what the file is: whatever is wrong is one warning. A machine or fingerprint
         that is none is a ValueError.
         """
-        table = cls(path, machine)
-        table._ours = ours
+        table = cls(path, machine, ours=ours)
         table._state.fingerprint = checked_fingerprint(fingerprint or {})
         table._adopt(table._sections_or_warning())
         if table.ignored is not None and not len(table):

@@ -3,8 +3,11 @@
 import io
 import re
 import threading
+from collections.abc import Callable
 
 import mlx.core as mx
+
+from fusionml import split
 
 
 def evaluated(array: mx.array) -> bool:
@@ -33,3 +36,14 @@ def operations(array: mx.array) -> list[str]:
     text = io.StringIO()
     mx.export_to_dot(text, array)
     return re.findall(r'label ="([^"]+)"', text.getvalue())
+
+
+def peak(compute: Callable[[], object]) -> int:
+    """Bytes that a computation needs at most, its result included."""
+    mx.synchronize()
+    split.drain()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    mx.eval(compute())
+    return mx.get_peak_memory() - before

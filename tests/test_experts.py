@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from graphs import evaluated, foreign_stream, lazy, operations
+from graphs import evaluated, foreign_stream, lazy, operations, peak
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models import switch_layers
@@ -308,15 +308,6 @@ def test_few_dequantised_experts_are_alive_at_once() -> None:
     indices = mx.array(np.repeat(np.arange(count), 4).astype(np.uint32))
     mx.eval(x, indices)
     whole = 4 * count * width * width
-
-    def peak(compute: Callable[[], mx.array]) -> int:
-        mx.synchronize()
-        split.drain()
-        mx.clear_cache()
-        mx.reset_peak_memory()
-        before = mx.get_active_memory()
-        mx.eval(compute())
-        return mx.get_peak_memory() - before
 
     def run(form: str) -> Callable[[], mx.array]:
         return lambda: experts.run_experts(x, packed, None, indices, 2 * count, form, "eager", "native")

@@ -123,7 +123,7 @@ def test_the_default_ratio_is_the_machines(
     _, made = both(ratio=None)
     monkeypatch.setattr(layers.machine, "backend", lambda: backend)
     monkeypatch.setattr(layers.machine, "cores", lambda: cores)
-    assert made._cpu_rows(mx.zeros((1, 1000 * 32, 128)), True, cpu_dtype) == round(expected * 1000) * 32
+    assert made._cpu_rows(mx.zeros((1, 1000 * 32, 128)), cpu_dtype) == round(expected * 1000) * 32
 
 
 def test_one_row_and_a_ratio_of_zero_evaluate_nothing() -> None:

@@ -820,6 +820,15 @@ def slowly(function: Callable[..., Any], seconds: float = 0.01) -> Callable[...,
     return lambda *args: (time.sleep(seconds), function(*args))[1]
 
 
+def two_known_chains(patch: Callable[..., None], session: Session) -> list[nn.Module]:
+    """Two models of 12 layers each, of shapes of their own, known and watched by the gate."""
+    models = [chain(128), chain(160)]
+    patch(gate="auto", min_rows=32)
+    for model in models:
+        session.known.add(model, from_loader=False)
+    return models
+
+
 def test_learning_and_status_do_not_wait_for_each_other(
     patch: Callable[..., None], session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -827,10 +836,7 @@ def test_learning_and_status_do_not_wait_for_each_other(
     monkeypatch.setattr(session, "crowded", lambda: False)
     monkeypatch.setattr(machine.OtherLoad, "share", slowly(lambda self: 0.0))
     monkeypatch.setattr(session, "_learning", slowly(session._learning))
-    models = [chain(128), chain(160)]
-    patch(gate="auto", min_rows=32)
-    for model in models:
-        session.known.add(model, from_loader=False)
+    models = two_known_chains(patch, session)
 
     def generate(model: nn.Module, width: int) -> None:
         for _ in range(300):
@@ -856,10 +862,7 @@ def test_generating_under_lasting_memory_pressure_waits_for_nobody(
     monkeypatch.setattr(session_module, "PATIENCE", 0.0)
     monkeypatch.setattr(pressure, "read", lambda: pressure.Reading(level="critical"))
     monkeypatch.setattr(session, "_learning", slowly(session._learning))
-    models = [chain(128), chain(160)]
-    patch(gate="auto", min_rows=32)
-    for model in models:
-        session.known.add(model, from_loader=False)
+    models = two_known_chains(patch, session)
 
     def generate(model: nn.Module, width: int) -> None:
         for _ in range(5):

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from graphs import evaluated, foreign_stream, lazy, operations
+from graphs import evaluated, foreign_stream, lazy, operations, peak
 from quantised import error, exact, pack, values
 
 from fusionml import quantized, split
@@ -183,17 +183,6 @@ def test_the_boundary(boundary: str, real: bool) -> None:
 def test_dequantising_waits_for_nothing_where_nothing_is_a_boundary() -> None:
     out = quantized.run_quantized(mx.zeros((64, K)), pack((N, K)), None, 32, "dense", "none", "native")
     assert operations(out).count("Matmul") == 2
-
-
-def peak(compute: Callable[[], object]) -> int:
-    """Bytes that a computation needs at most, its result included."""
-    mx.synchronize()
-    split.drain()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    mx.eval(compute())
-    return mx.get_peak_memory() - before
 
 
 TEMPORARIES = 16 * 2 * quantized.BLOCK
