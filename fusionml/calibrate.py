@@ -6,6 +6,7 @@ inputs, with the model's own weights, against the layer as MLX computes it.
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
@@ -17,13 +18,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from . import machine, patching, pressure, split
+from . import machine, patching, pressure, products, split
 from .known import KnownModels, Layer
 from .measure import relative_error
-from .ratios import DEFAULT_ROWS, PAPER_GRID, STOCK, Choice, Probe, RatioSearch, Site
+from .plans import SPLIT, STOCK
+from .products import Product
+from .ratios import DEFAULT_ROWS, PAPER_GRID, Choice, RatioSearch, Site
+from .search import Found, SiteSearch, Trial, Way
 from .session import BUSY, entry_of, site_of
 from .table import RatioTable
 from .timing import boundary_seconds
+from .tracing import observe
 
 LEAST_ROWS = 16
 LISTEN_SECONDS = 0.5
@@ -38,7 +43,7 @@ REPEATS = (5, 7)
 CACHE_BYTES = 256 * 2**20
 """Weights are taken in turn from so many bytes of layers, more than a last-level cache holds."""
 TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
-"""Largest error of a split against stock, relative to the largest output (float16's is the paper's)."""
+"""Largest error of an arm against stock, relative to the largest output (float16's is the paper's)."""
 
 
 class NothingToCalibrateError(Exception):
@@ -47,24 +52,32 @@ class NothingToCalibrateError(Exception):
 
 @dataclass
 class Shape:
-    """All layers of a model that share one decision but for their rows."""
+    """All layers of a model that share one decision but for their rows; see `known.Layer` for the words."""
 
     kind: str
+    packed: str
     dtype: mx.Dtype
     inputs: int
     outputs: int
     bias: bool
+    experts: int = 0
+    top: int = 1
     layers: list[nn.Module] = field(default_factory=list)
     boundaries: float = 0.0
     """Boundaries that these layers cause: a layer that shares its input with others causes a part of one."""
 
     @property
     def work(self) -> int:
-        """Multiply-adds for one row, all layers together."""
-        return self.inputs * self.outputs * len(self.layers)
+        """Multiply-adds for one token, all layers together."""
+        return self.inputs * self.outputs * self.top * len(self.layers)
+
+    @property
+    def dense(self) -> bool:
+        """Whether there is a dense arm."""
+        return self.kind != products.LINEAR
 
     def site(self, rows: int) -> Site:
-        """The site that calls of `rows` rows look up."""
+        """The site that calls of `rows` tokens look up."""
         return site_of(self, self.dtype, rows)
 
 
@@ -74,11 +87,15 @@ class Outcome:
 
     site: Site
     rows: int
-    choice: Choice | None
-    cpu_dtype: str
+    found: Found | None
     seconds: float
     error: float | None = None
     left_out: str | None = None
+
+    @property
+    def choice(self) -> Choice | None:
+        """What the search says of the arm that was found."""
+        return None if self.found is None else self.found.choice
 
 
 # --- what to measure
@@ -100,16 +117,26 @@ def shapes(model: nn.Module, dtype: mx.Dtype | None = None) -> list[Shape]:
     splitting = [
         (layer, module) for layer in layers if layer.reason is None and (module := layer.ref()) is not None
     ]
-    sharing = _sharing(model, {id(module) for _, module in splitting})
+    seen = observe(model, [module for _, module in splitting])
     found: dict[tuple[Any, ...], Shape] = {}
     for layer, module in splitting:
-        key = (layer.kind, dtype or module["weight"].dtype, layer.inputs, layer.outputs, layer.bias)
-        shape = found.setdefault(key, Shape(*key))
+        sharing, top = seen.get(id(module), (1, 1))
+        own = dtype or _dtype(layer, module)
+        geometry = (layer.inputs, layer.outputs, layer.bias, layer.experts, top)
+        shape = Shape(layer.kind, layer.packed, own, *geometry)
+        shape = found.setdefault((layer.kind, layer.packed, own, *geometry), shape)
         shape.layers.append(module)
-        shape.boundaries += 1 / sharing.get(id(module), 1)
+        shape.boundaries += 1 / sharing
     if not found:
         raise NothingToCalibrateError(_why_nothing(layers))
     return sorted(found.values(), key=lambda shape: shape.work, reverse=True)
+
+
+def _dtype(layer: Layer, module: nn.Module) -> mx.Dtype:
+    """The type of a layer's product, its input being of the weight's own type."""
+    if layer.packed:
+        return mx.result_type(module["scales"], module["biases"])
+    return module["weight"].dtype
 
 
 def _why_nothing(layers: Iterable[Layer]) -> str:
@@ -122,85 +149,93 @@ def _why_nothing(layers: Iterable[Layer]) -> str:
     )
 
 
-def _sharing(model: nn.Module, splitting: set[int]) -> dict[int, int]:
-    """How many of the layers in `splitting` get the very input of each of them: they share one boundary.
-
-    Seen by building the graph of a two-token prompt, which computes nothing. Empty where the model cannot
-    be called so, and then every layer is charged with a boundary of its own.
-    """
-    inputs: dict[int, tuple[mx.array, list[int]]] = {}
-    stock = nn.Linear.__call__
-
-    def seen(self: nn.Module, x: mx.array) -> mx.array:
-        if id(self) in splitting:
-            inputs.setdefault(id(x), (x, []))[1].append(id(self))
-        return stock(self, x)
-
-    nn.Linear.__call__ = seen
-    try:
-        model(mx.zeros((1, 2), mx.int32))
-    except Exception:
-        return {}
-    finally:
-        nn.Linear.__call__ = stock
-    return {layer: len(layers) for _, layers in inputs.values() for layer in layers}
-
-
 # --- timing
 
 
 class Bench:
-    """Times the probes of one shape at one number of rows.
+    """Times the trials of one shape at one number of rows.
 
     Args:
         shape: what is timed; its layers' weights are used in turn.
-        rows: rows of the whole call.
-        cpu_dtype: `native` or `float32`, of the CPU part.
-        made_up: make weights of the shape, of this type, instead of reading the layers'.
+        tokens: tokens of the whole call, each of which makes `shape.top` rows.
+        made_up: make weights of the shape instead of reading the layers'.
     """
 
-    def __init__(self, shape: Shape, rows: int, cpu_dtype: str, made_up: mx.Dtype | None) -> None:
-        self.rows, self.cpu_dtype = rows, cpu_dtype
-        size = shape.inputs * shape.outputs * shape.dtype.size
-        most = max(2, -(-CACHE_BYTES // size))
-        self.weights = [
-            _parameters(shape, module, made_up) for module in shape.layers[: min(most, len(shape.layers))]
-        ]
-        self.x = mx.random.normal((rows, shape.inputs), key=mx.random.key(0)).astype(shape.dtype)
-        mx.eval(self.x, [a for pair in self.weights for a in pair if a is not None])
+    def __init__(self, shape: Shape, tokens: int, made_up: bool) -> None:
+        self.rows = tokens * shape.top
+        most = max(2, -(-CACHE_BYTES // _bytes(shape)))
+        layers = shape.layers[:most]
+        if made_up:
+            layers = [_made_up(shape, layer) for layer in layers]
+        x = mx.random.normal((self.rows, shape.inputs), key=mx.random.key(0)).astype(shape.dtype)
+        indices = _routing(shape, tokens)
+        x = x if indices is None else x[:, None]
+        self.products = [products.of(shape.kind, layer, x, indices) for layer in layers]
+        mx.eval([product.arrays for product in self.products])
         self._turn = 0
 
-    def seconds(self, probe: Probe) -> float:
-        """One sample of a probe."""
+    def seconds(self, trial: Trial) -> float:
+        """One sample of a trial."""
         self._turn += 1
-        weight, bias = self.weights[self._turn % len(self.weights)]
+        product = self.products[self._turn % len(self.products)]
         start = time.perf_counter()
-        mx.eval(self._compute(probe, weight, bias))
+        mx.eval(
+            self._compute(product, trial.arm, trial.way, trial.probe.cpu_rows, trial.probe.kind == "solo")
+        )
         return time.perf_counter() - start
 
-    def _compute(self, probe: Probe, weight: mx.array, bias: mx.array | None) -> mx.array:
-        if probe.kind == "stock":
-            return split.stock_linear(self.x, weight, bias)
-        if probe.kind == "solo":
-            return split.linear_parts(self.x, weight, bias, probe.cpu_rows, "eager", self.cpu_dtype)[0]
-        return split.run_linear(self.x, weight, bias, probe.cpu_rows, "eager", self.cpu_dtype)
+    def _compute(self, product: Product, arm: str, way: Way | None, m: int, solo: bool) -> mx.array:
+        if way is None:
+            return product.stock() if arm == STOCK else product.dense("eager")
+        if solo:
+            return product.cpu_part(m, way.form, way.cpu_dtype)
+        return product.split(m, way.form, "eager", way.cpu_dtype)
 
-    def error(self, cpu_rows: int) -> float:
-        """Largest difference of the split from stock, relative to stock's largest output."""
-        weight, bias = self.weights[0]
-        both = split.run_linear(self.x, weight, bias, cpu_rows, "eager", self.cpu_dtype)
-        wide = [np.array(a.astype(mx.float32)) for a in (both, split.stock_linear(self.x, weight, bias))]
-        return relative_error(*wide)
+    def error(self, found: Found) -> tuple[float, float]:
+        """Largest difference of an arm from what is right, relative to the largest value; and the largest
+        that is allowed.
+
+        Right is stock, but for quantised weights the product by the same weight in float32: there stock
+        itself rounds more than any dense product, and an arm may be as wrong as stock is.
+        """
+        product = self.products[0]
+        m = split.cpu_rows(self.rows, found.choice.ratio)
+        out = self._compute(product, found.arm, found.way if found.arm == SPLIT else None, m, False)
+        stock, exact = product.stock(), product.exact()
+        allowed = TOLERANCE[str(product.dtype).rsplit(".", 1)[-1]]
+        if exact is None:
+            return _error(out, stock), allowed
+        return _error(out, exact), max(allowed, _error(stock, exact))
 
 
-def _parameters(
-    shape: Shape, module: nn.Module, made_up: mx.Dtype | None
-) -> tuple[mx.array, mx.array | None]:
-    if made_up is None:
-        return module["weight"], module.get("bias")
-    scale = shape.inputs**-0.5
-    weight = (mx.random.normal((shape.outputs, shape.inputs)) * scale).astype(shape.dtype)
-    return weight, mx.zeros((shape.outputs,), shape.dtype) if shape.bias else None
+def _error(out: mx.array, reference: mx.array) -> float:
+    return relative_error(*(np.array(a.astype(mx.float32)) for a in (out, reference)))
+
+
+def _bytes(shape: Shape) -> int:
+    """Of one layer's weight, scales left out."""
+    bits = int(shape.packed[1:].split("g")[0]) if shape.packed else 8 * shape.dtype.size
+    return max(1, shape.inputs * shape.outputs * max(1, shape.experts) * bits // 8)
+
+
+def _routing(shape: Shape, tokens: int) -> mx.array | None:
+    """The expert of each row, sorted, as a router without preferences would choose."""
+    if not shape.experts:
+        return None
+    order = np.random.default_rng(0).random((tokens, shape.experts)).argsort(axis=1)
+    return mx.array(np.sort(order[:, : shape.top].reshape(-1)).astype(np.uint32))
+
+
+def _made_up(shape: Shape, like: nn.Module) -> nn.Module:
+    """A layer of the shape with random weights, quantised as `like` is."""
+    if shape.experts:
+        from mlx_lm.models.switch_layers import SwitchLinear
+
+        layer = SwitchLinear(shape.inputs, shape.outputs, shape.experts, shape.bias)
+    else:
+        layer = nn.Linear(shape.inputs, shape.outputs, shape.bias)
+    layer.set_dtype(shape.dtype)
+    return layer.to_quantized(like.group_size, like.bits) if shape.packed else layer
 
 
 # --- the search
@@ -226,42 +261,34 @@ def search_site(
     most: float | None = None,
     cpu_dtype: str = "auto",
     grid: Sequence[float] | None = None,
-    made_up: mx.Dtype | None = None,
+    made_up: bool = False,
 ) -> Outcome:
-    """The best share of one site within `seconds`, over all CPU types that are safe.
+    """The best arm of one site within `seconds`, over all forms, and all CPU types that are safe.
 
     Where that is too little to finish even one search, it may take up to `most`: one site that is known is
     worth more than several that were begun.
 
-    What could not be finished counts only if it was measured to be faster than stock. A split that computes
+    What could not be finished counts only if it was measured to be faster than stock. An arm that computes
     something else is passed over for the next best.
     """
-    started, found, left_out = time.perf_counter(), [], None
-    charge = boundary * shape.boundaries / len(shape.layers)
-    names = cpu_dtypes(cpu_dtype, shape.dtype)
-    for number, name in enumerate(names, 1):
-        deadline = started + seconds * number / len(names)
-        if time.perf_counter() >= deadline:
-            left_out = left_out or "out of time before anything was timed"
-            continue
-        bench = Bench(shape, rows, name, made_up)
-        each = bench.seconds(STOCK)  # the first touch of anything never counts
-        if number == 1:
-            deadline = max(deadline, started + min(most or seconds, FEW_SAMPLES * each))
-        search = _search(rows, charge, grid, _repeats(deadline - time.perf_counter(), each))
-        finished = _drive(search, bench, deadline)
-        choice = search.result() if finished else search.stop_early()
-        if choice.ratio > 0 or (finished and choice.seconds is not None):
-            found.append((choice, name, bench))
-        if not finished or choice.seconds is None:
-            left_out = choice.reason if finished else f"out of time after {choice.samples} samples"
-    spent, wrong = time.perf_counter() - started, None
-    for choice, name, bench in sorted(found, key=lambda item: item[0].seconds or 0.0):
-        outcome = _verified(shape.site(rows), choice, name, bench, spent, left_out)
-        if outcome.choice is not None:
+    started, site = time.perf_counter(), shape.site(rows)
+    if seconds <= 0:
+        return Outcome(site, rows, None, 0.0, None, "out of time before anything was timed")
+    bench = Bench(shape, rows, made_up)
+    each = bench.seconds(Trial(STOCK))  # the first touch of anything never counts
+    first = min(most or seconds, FEW_SAMPLES * each)
+    search = _search(shape, bench.rows, boundary, grid, cpu_dtype, _repeats(max(seconds, first), each))
+    left_out = _drive(search, bench, started, seconds, first)
+    wrong = None
+    for found in search.candidates():
+        if found.arm == STOCK and (wrong or found.choice.seconds is None or not search.finished):
+            left_out = left_out or found.choice.reason
+            break
+        outcome = _verified(site, rows, found, bench, time.perf_counter() - started, left_out)
+        if outcome.found is not None:
             return outcome
         wrong = wrong or outcome
-    return wrong or Outcome(shape.site(rows), rows, None, names[0], spent, None, left_out)
+    return wrong or Outcome(site, rows, None, time.perf_counter() - started, None, left_out)
 
 
 def _repeats(seconds: float, each: float) -> int:
@@ -270,39 +297,60 @@ def _repeats(seconds: float, each: float) -> int:
     return min(max(affordable, REPEATS[0]), REPEATS[1])
 
 
-def _search(rows: int, charge: float, grid: Sequence[float] | None, repeats: int) -> RatioSearch:
-    return RatioSearch(
-        rows=rows,
-        repeats=repeats,
-        max_ratio=split.max_ratio(),
-        grid=grid,
-        boundary_seconds=charge,
-        multiple=split.row_multiple(rows),
+def _search(
+    shape: Shape, rows: int, boundary: float, grid: Sequence[float] | None, cpu_dtype: str, repeats: int
+) -> SiteSearch:
+    forms = products.forms(shape.kind, bool(shape.packed), machine.backend())
+    return SiteSearch(
+        [Way(form, name) for form in forms for name in cpu_dtypes(cpu_dtype, shape.dtype)],
+        dense=shape.dense,
+        boundary_seconds=boundary * shape.boundaries / len(shape.layers),
+        waits=functools.partial(products.boundaries, shape.kind),
+        make=lambda: RatioSearch(
+            rows=rows,
+            repeats=repeats,
+            max_ratio=split.max_ratio(),
+            grid=grid,
+            multiple=split.row_multiple(rows),
+        ),
     )
 
 
-def _drive(search: RatioSearch, bench: Bench, deadline: float) -> bool:
-    """Answer the search's questions until it is done (True) or there is no time for the next."""
-    while (probe := search.next()) is not None:
-        expected = search.expected_seconds(probe) or 0.0
-        if time.perf_counter() + expected > deadline:
-            return False
-        search.tell(probe, bench.seconds(probe))
-    return True
+def _drive(search: SiteSearch, bench: Bench, started: float, seconds: float, first: float) -> str | None:
+    """Answer the search's questions; each way has its share of `seconds`, the first at least `first`.
+
+    Returns:
+        Why not everything was timed, None where all was.
+    """
+    left_out = None
+    share = seconds / len(search.ways)
+    while (trial := search.next()) is not None:
+        deadline = started + max(share * (search.at + 1), 0.0 if search.at else first)
+        expected = search.expected_seconds(trial) or 0.0
+        if time.perf_counter() + expected <= deadline:
+            search.tell(trial, bench.seconds(trial))
+        elif search.racing:
+            search.end_race()
+        else:
+            samples = search.end_way().samples
+            words = (
+                f"out of time after {samples} samples" if samples else "out of time before anything was timed"
+            )
+            left_out = left_out or words
+    return left_out
 
 
 def _verified(
-    site: Site, choice: Choice, cpu_dtype: str, bench: Bench, seconds: float, left_out: str | None
+    site: Site, rows: int, found: Found, bench: Bench, seconds: float, left_out: str | None
 ) -> Outcome:
-    """The outcome, if the chosen split computes what stock does."""
-    if choice.ratio == 0:
-        return Outcome(site, bench.rows, choice, cpu_dtype, seconds, None, left_out)
-    error = bench.error(split.cpu_rows(bench.rows, choice.ratio))
-    allowed = TOLERANCE[site.dtype]
+    """The outcome, if the arm computes what it should."""
+    if found.arm == STOCK:
+        return Outcome(site, rows, found, seconds, None, left_out)
+    error, allowed = bench.error(found)
     if not error <= allowed:
-        wrong = f"the split differs from stock by {error:.2g}, more than {allowed:.2g}: not used"
-        return Outcome(site, bench.rows, None, cpu_dtype, seconds, error, wrong)
-    return Outcome(site, bench.rows, choice, cpu_dtype, seconds, error, left_out)
+        wrong = f"the {found.arm} arm differs from stock by {error:.2g}, more than {allowed:.2g}: not used"
+        return Outcome(site, rows, None, seconds, error, wrong)
+    return Outcome(site, rows, found, seconds, error, left_out)
 
 
 def calibrate(
@@ -363,10 +411,10 @@ def calibrate(
                 most=started + budget - now,
                 cpu_dtype=cpu_dtype,
                 grid=grid,
-                made_up=made_up,
+                made_up=made_up is not None,
             )
             outcomes[key] = _truer(outcomes.get(key), outcome)
-            _keep(table, outcomes[key])
+            _keep(table, outcomes[key], job[0].top)
     progress("done", time.perf_counter() - started, budget)
     patching.session().forget_plans()  # what is patched already decides again, with what was found
     return list(outcomes.values())
@@ -389,9 +437,9 @@ def _truer(before: Outcome | None, now: Outcome) -> Outcome:
     return now
 
 
-def _keep(table: RatioTable | None, outcome: Outcome) -> None:
-    if table is not None and outcome.choice is not None:
-        table.put(outcome.site, entry_of(outcome.choice, outcome.rows, outcome.cpu_dtype))
+def _keep(table: RatioTable | None, outcome: Outcome, top: int) -> None:
+    if table is not None and outcome.found is not None:
+        table.put(outcome.site, entry_of(outcome.found, outcome.rows * top))
         table.save()
 
 
@@ -431,23 +479,39 @@ def why_not() -> list[str]:
 def as_dict(outcome: Outcome) -> dict[str, Any]:
     """An outcome as plain data; an error that is no number is None, which JSON can hold."""
     error = outcome.error if outcome.error is not None and math.isfinite(outcome.error) else None
-    return {**asdict(outcome), "site": outcome.site.key(), "error": error}
+    found = outcome.found
+    return {
+        "site": outcome.site.key(),
+        "rows": outcome.rows,
+        "arm": None if found is None else found.arm,
+        "form": None if found is None else found.way.form,
+        "cpu_dtype": None if found is None else found.way.cpu_dtype,
+        "choice": None if found is None else asdict(found.choice),
+        "dense_seconds": None if found is None else found.dense_seconds,
+        "seconds": outcome.seconds,
+        "error": error,
+        "left_out": outcome.left_out,
+    }
 
 
 def render(outcomes: Sequence[Outcome]) -> str:
     """The outcomes as a table for people."""
-    head = f"{'site':54}{'CPU share':>10}{'in':>9}{'gain':>7}{'stock':>11}{'split':>11}  why"
+    head = (
+        f"{'site':58}{'arm':>6}{'CPU share':>10}{'form':>10}{'in':>9}{'gain':>7}{'stock':>11}{'arm':>11}  why"
+    )
     return "\n".join([head, *map(_line, outcomes)])
 
 
 def _line(outcome: Outcome) -> str:
-    choice = outcome.choice
-    if choice is None:
-        return f"{outcome.site.key():54}{'-':>10}{'':38}  left out: {outcome.left_out}"
+    found = outcome.found
+    if found is None:
+        return f"{outcome.site.key():58}{'-':>6}{'-':>10}{'':48}  left out: {outcome.left_out}"
+    choice, way = found.choice, found.way
     why = choice.reason if outcome.left_out is None else f"{choice.reason} ({outcome.left_out})"
     return (
-        f"{outcome.site.key():54}{choice.ratio:>10.2f}{outcome.cpu_dtype:>9}{choice.gain:>7.0%}"
-        f"{_milliseconds(choice.stock_seconds):>11}{_milliseconds(choice.seconds):>11}  {why}"
+        f"{outcome.site.key():58}{found.arm:>6}{choice.ratio:>10.2f}{way.form:>10}{way.cpu_dtype:>9}"
+        f"{choice.gain:>7.0%}{_milliseconds(choice.stock_seconds):>11}"
+        f"{_milliseconds(choice.seconds):>11}  {why}"
     )
 
 
@@ -461,7 +525,8 @@ def render_table(table: RatioTable) -> str:
     for site, entry in table.entries().items():
         spread = "unknown" if entry.spread is None else f"{entry.spread:.1%}"
         lines.append(
-            f"{site.key():54} CPU share {entry.ratio:.2f} in {entry.cpu_dtype}, gain {entry.gain:.0%}, "
+            f"{site.key():58} {entry.arm}, CPU share {entry.ratio:.2f} in {entry.cpu_dtype} ({entry.form}), "
+            f"gain {entry.gain:.0%}, "
             f"{entry.samples} samples, spread {spread}, on {entry.power or 'unknown power'}, {entry.when}"
         )
     return "\n".join(lines)

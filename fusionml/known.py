@@ -16,7 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import liveness
+from . import liveness, products, sharded
 from .split import FLOAT_TYPES
 
 log = logging.getLogger("fusionml")
@@ -29,9 +29,12 @@ MOST_SHAPES = 64
 
 EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 
+SWITCH_LAYERS = "mlx_lm.models.switch_layers"
+SWITCHES = ("SwitchLinear", "QuantizedSwitchLinear")
+"""MLX-LM's layers of experts, by name: MLX-LM may not be imported yet."""
+
 UNKNOWN = "not of a known model"
 NARROW = f"narrower than {MIN_WIDTH}"
-QUANTIZED = "quantised: not split yet"
 NOT_UNDERSTOOD = "of a model whose structure is not understood"
 
 
@@ -47,7 +50,16 @@ class Standing:
 
 @dataclass
 class Layer:
-    """What is known of one layer; `reason` is None where it may split."""
+    """What is known of one layer; `reason` is None where it may split.
+
+    Attributes:
+        kind: `linear`, `quantized` or `experts`; of a layer that never splits, its class.
+        packed: bits and group size of a quantised weight, as in `u4g64`; empty for a dense one.
+        experts: how many weights there are, 0 for a layer that has one.
+        top: experts that each token goes to; 1 until a call has shown it.
+        sharded: whether it is one rank's part of a layer.
+        model: the known model that it was found in.
+    """
 
     ref: weakref.ref[nn.Module]
     kind: str = ""
@@ -55,6 +67,11 @@ class Layer:
     outputs: int = 0
     bias: bool = False
     reason: str | None = UNKNOWN
+    packed: str = ""
+    experts: int = 0
+    top: int = 1
+    sharded: bool = False
+    model: weakref.ref[nn.Module] | None = None
     live: bool = True
     touched: bool = False
     rows: int = 0
@@ -64,8 +81,21 @@ class Layer:
 
     @property
     def arithmetic(self) -> int:
-        """Multiply-adds for one row."""
-        return self.inputs * self.outputs
+        """Multiply-adds for one token."""
+        return self.inputs * self.outputs * self.top
+
+    def in_training(self, module: nn.Module) -> bool:
+        """Whether the layer, `module`, trains with its model.
+
+        Layers that quantising or sharding put into a loaded model still say that they do; the model does not.
+        """
+        model = None if self.model is None else self.model()
+        return module.training and (model is None or model.training)
+
+    @property
+    def weights(self) -> int:
+        """Entries of its weight, of all experts."""
+        return self.inputs * self.outputs * max(1, self.experts)
 
 
 class Stood(NamedTuple):
@@ -171,6 +201,7 @@ class KnownModels:
         new = [module for module in liveness.walk(model) if _is_matrix(module) and self._is_new(module)]
         for module in new:
             layer = _describe(module, self._reference(module))
+            layer.model = weakref.ref(model)
             layer.live = id(module) not in dead
             layer.reason = reason or dead.get(id(module)) or layer.reason
             self._remember(module, layer)
@@ -215,24 +246,53 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 def _describe(module: nn.Module, ref: weakref.ref[nn.Module]) -> Layer:
-    weight = module["weight"]
+    weight, name = module["weight"], type(module).__name__
     outputs, inputs = weight.shape[-2:]
+    packed = ""
     if "scales" in module:
-        inputs = inputs * 32 // getattr(module, "bits", 32)
-        return Layer(ref, type(module).__name__, inputs, outputs, reason=QUANTIZED)
-    if type(module).__call__ is not nn.Linear.__call__:
-        return Layer(
-            ref, type(module).__name__, inputs, outputs, reason=f"{type(module).__name__}: not split"
-        )
-    bias = module.get("bias")
-    return Layer(ref, "linear", inputs, outputs, bias is not None, _unsuitable(weight, bias))
+        bits = getattr(module, "bits", 32)
+        inputs, packed = inputs * 32 // bits, f"u{bits}g{getattr(module, 'group_size', 0)}"
+    kind, width = _kind(module), weight.shape[0] if weight.ndim == 3 else 0
+    shape = Layer(ref, kind or name, inputs, outputs, packed=packed, experts=width)
+    if kind is None:
+        shape.reason = f"{name}: not split"
+        return shape
+    bias = sharded.product_bias(module)
+    shape.bias, shape.sharded = bias is not None, isinstance(module, sharded.LAYERS)
+    shape.reason = _unsuitable(module, shape, bias)
+    return shape
 
 
-def _unsuitable(weight: mx.array, bias: mx.array | None) -> str | None:
-    if weight.ndim != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+def _kind(module: nn.Module) -> str | None:
+    """The kind of a layer that is computed as its class says; None for any other.
+
+    Exactly these classes: a subclass may have arithmetic of its own.
+    """
+    cls = type(module)
+    if cls.__call__ is nn.Linear.__call__:
+        return products.LINEAR
+    if cls is nn.QuantizedLinear:
+        return products.QUANTIZED
+    if cls in sharded.LAYERS:
+        return products.QUANTIZED if "scales" in module else products.LINEAR
+    if cls.__module__ == SWITCH_LAYERS and cls.__name__ in SWITCHES:
+        return products.EXPERTS
+    return None
+
+
+def _unsuitable(module: nn.Module, layer: Layer, bias: mx.array | None) -> str | None:
+    weight, experts = module["weight"], layer.kind == products.EXPERTS
+    leading = weight.shape[:-1]
+    if weight.ndim != 2 + experts or (bias is not None and bias.shape != leading):
         return "weight or bias of an unusual shape"
-    if min(weight.shape) < MIN_WIDTH:
+    if min(layer.inputs, layer.outputs) < MIN_WIDTH:
         return NARROW
-    if weight.dtype not in FLOAT_TYPES:
-        return f"weight of type {weight.dtype}"
+    if not layer.packed:
+        return None if weight.dtype in FLOAT_TYPES else f"weight of type {weight.dtype}"
+    mode = getattr(module, "mode", "affine")
+    if mode != "affine":
+        return f"quantised as {mode}: not split"
+    given = [module.get(name) for name in ("scales", "biases")]
+    if not all(isinstance(array, mx.array) and array.dtype in FLOAT_TYPES for array in given):
+        return "scales or biases of an unusual type"
     return None

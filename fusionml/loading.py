@@ -60,8 +60,31 @@ def from_config(path: str) -> tuple[Any, Any, str]:
             model, _ = load_model(Path(folder), lazy=True, strict=False)
     except Exception as error:
         raise UsageError(f"--config {path} cannot be used: {_first_line(error)}") from None
+    try:
+        _quantize(model, config.get("quantization") or config.get("quantization_config"))
+    except Exception as error:
+        raise UsageError(f"--config {path}: its quantisation: {_first_line(error)}") from None
     name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     return model, getattr(mx, str(name), mx.bfloat16), str(config.get("model_type"))
+
+
+def _quantize(model: Any, quantization: dict[str, Any] | None) -> None:
+    """Give a model the layers that a checkpoint quantised so has; lazily, so nothing is computed.
+
+    As MLX-LM writes it: defaults for all layers, and by their path those that differ.
+    """
+    import mlx.nn as nn
+
+    if quantization is None or "bits" not in quantization:
+        return  # not of MLX's own kind: loaded as it is
+
+    def chosen(path: str, module: Any) -> Any:
+        own = quantization.get(path, True)
+        fits = hasattr(module, "to_quantized") and module.weight.shape[-1] % quantization["group_size"] == 0
+        return own if fits else False
+
+    mode = quantization.get("mode", "affine")
+    nn.quantize(model, quantization["group_size"], quantization["bits"], mode=mode, class_predicate=chosen)
 
 
 def context(config: dict[str, Any]) -> int | None:

@@ -16,12 +16,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import forwards, machine, split
+from . import forwards, machine, sharded, split
 from .imports import when_imported
+from .known import SWITCH_LAYERS, SWITCHES
 from .session import Session
 from .settings import Settings, resolve
 
 log = logging.getLogger("fusionml")
+
+BLOCKS = ("SwitchGLU", "SwitchMLP")
+"""MLX-LM's blocks that sort the rows of a prompt and call layers of experts with them."""
 
 
 @dataclass
@@ -65,7 +69,10 @@ class Replacement:
 _lock = threading.RLock()
 _session = Session()
 _replacements = [
-    Replacement(nn.Linear, "__call__", forwards.replace_linear),
+    *(
+        Replacement(layer, "__call__", forwards.replace_linear)
+        for layer in (nn.Linear, nn.QuantizedLinear, *sharded.LAYERS)
+    ),
     Replacement(mx, "set_wired_limit", forwards.replace_set_wired_limit),
 ]
 _base: Settings | None = None
@@ -201,20 +208,33 @@ def _brief() -> str:
 
 
 def _install() -> None:
-    _watch_loader()
+    _watch_mlx_lm()
     for replacement in _replacements:
         replacement.install(_session)
 
 
 @functools.cache
-def _watch_loader() -> None:
-    """Stand in for MLX-LM's loader as soon as MLX-LM is imported."""
+def _watch_mlx_lm() -> None:
+    """Stand in for MLX-LM's loader and its layers of experts as soon as they are imported."""
     when_imported("mlx_lm.utils", _loader_imported)
+    when_imported(SWITCH_LAYERS, _experts_imported)
 
 
 def _loader_imported(utils: ModuleType) -> None:
+    _replace(utils, "load_model", forwards.replace_load_model)
+
+
+def _experts_imported(layers: ModuleType) -> None:
+    makers = dict.fromkeys(BLOCKS, forwards.replace_expert_block)
+    makers |= dict.fromkeys(SWITCHES, forwards.replace_expert_layer)
+    for name, make in makers.items():
+        if hasattr(layers, name):  # another version of MLX-LM may have other ones
+            _replace(getattr(layers, name), "__call__", make)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Session, Any], Any]) -> None:
     with _lock:
-        _replacements.append(Replacement(utils, "load_model", forwards.replace_load_model))
+        _replacements.append(Replacement(owner, name, make))
         if _session.settings.enabled:
             _replacements[-1].install(_session)
 

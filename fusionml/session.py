@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
+import math
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from typing import Any, Protocol
 
 import mlx.core as mx
 
-from . import machine, pressure, split, timing
+from . import machine, pressure, products, split, timing
 from .known import MIN_WIDTH, KnownModels, Layer
-from .plans import SPLIT, STOCK, Pair, Plan, counts, decide
-from .ratios import Choice, Site, bucket
+from .plans import DENSE, SPLIT, STOCK, Pair, counts, decide
+from .ratios import Site, bucket
 from .saving import Saver
+from .search import Found, Way
 from .settings import Settings, home
-from .sites import Learning, SiteControl
+from .sites import Arms, Learning, SiteControl
 from .table import Entry, RatioTable
 
 log = logging.getLogger("fusionml")
@@ -43,18 +47,23 @@ def bucket_of(rows: int) -> int:
 
 
 class Geometry(Protocol):
-    """What a layer, or a shape that many layers share, tells of itself."""
+    """What a layer, or a shape that many layers share, tells of itself; see `known.Layer`."""
 
     kind: str
+    packed: str
     inputs: int
     outputs: int
     bias: bool
+    experts: int
+    top: int
 
 
-def site_of(layer: Geometry, dtype: mx.Dtype, rows: int) -> Site:
-    """The site of a call with `rows` rows."""
+def site_of(layer: Geometry, dtype: mx.Dtype, tokens: int) -> Site:
+    """The site of a call with so many tokens, computed in `dtype`."""
     name = str(dtype).rsplit(".", 1)[-1]
-    return Site(layer.kind, name, layer.inputs, layer.outputs, layer.bias, bucket_of(rows))
+    kind = f"{layer.kind}{layer.experts}top{layer.top}" if layer.experts else layer.kind
+    packed = f"{layer.packed}-{name}" if layer.packed else name
+    return Site(kind, packed, layer.inputs, layer.outputs, layer.bias, bucket_of(tokens))
 
 
 def open_table(path: str | None) -> RatioTable:
@@ -64,8 +73,9 @@ def open_table(path: str | None) -> RatioTable:
     return RatioTable.load(place, machine.identity(), fingerprint=fingerprint, ours=path is None)
 
 
-def entry_of(choice: Choice, rows: int, cpu_dtype: str) -> Entry:
+def entry_of(found: Found, rows: int) -> Entry:
     """What the table keeps of a search over calls of `rows` rows."""
+    choice, dense, stock = found.choice, found.dense_seconds, found.choice.stock_seconds
     return Entry(
         ratio=choice.ratio,
         gain=choice.gain,
@@ -73,9 +83,20 @@ def entry_of(choice: Choice, rows: int, cpu_dtype: str) -> Entry:
         spread=choice.spread,
         power={True: "battery", False: "mains", None: None}[pressure.read().on_battery],
         samples=choice.samples,
-        cpu_dtype=cpu_dtype,
-        per_row=None if choice.stock_seconds is None else choice.stock_seconds / rows,
+        cpu_dtype=found.way.cpu_dtype,
+        per_row=None if stock is None else stock / rows,
+        form=found.way.form,
+        dense=found.arm == DENSE,
+        dense_per_row=None if dense is None else dense / rows,
     )
+
+
+def priors(entry: Entry) -> dict[str, float]:
+    """Seconds a row of each arm that an entry knows."""
+    if entry.per_row is None:
+        return {}
+    known = {STOCK: entry.per_row, DENSE: entry.dense_per_row, entry.arm: entry.per_row / (1 + entry.gain)}
+    return {arm: seconds for arm, seconds in known.items() if seconds is not None}
 
 
 class Session:
@@ -98,6 +119,7 @@ class Session:
         self._tables: dict[tuple[str, str | None], RatioTable] = {}
         self._reported: set[str] = set()
         self._tokens = self._work = self._split_work = 0
+        self._routes = threading.local()
         self._lock = threading.RLock()
 
     def configure(self, settings: Settings) -> None:
@@ -123,55 +145,77 @@ class Session:
         if machine.backend() != "cuda" or settings.ratio is not None:
             return None
         entries = self.table("cuda").entries().values()
-        return None if any(entry.ratio > 0 for entry in entries) else IDLE_ON_CUDA
+        return None if any(entry.arm != STOCK for entry in entries) else IDLE_ON_CUDA
 
-    def control(self, layer: Layer, dtype: mx.Dtype, rows: int) -> SiteControl:
-        """Who decides for the site that a call of `rows` rows belongs to; one log line when it is new."""
+    @contextlib.contextmanager
+    def routing(self, shape: tuple[int, ...]) -> Iterator[None]:
+        """While experts are called whose indices are `[..., tokens, top]`: what `routed()` says."""
+        before = self.routed()
+        tokens = math.prod(shape[:-1])
+        self._routes.top = shape[-1] if tokens >= self.settings.min_rows else None
+        try:
+            yield
+        finally:
+            self._routes.top = before
+
+    def routed(self) -> int | None:
+        """Experts of each token in a call of this thread with tokens enough to split; None outside one."""
+        return getattr(self._routes, "top", None)
+
+    def switched_off(self, layer: Layer) -> str | None:
+        """Why a setting keeps a layer stock."""
+        if layer.packed and not self.settings.quantized:
+            return "quantised, and quantized=False"
+        if layer.experts and not self.settings.moe:
+            return "of experts, and moe=False"
+        return None
+
+    def control(self, layer: Layer, dtype: mx.Dtype, tokens: int) -> SiteControl:
+        """Who decides for the site that a call of so many tokens belongs to; one log line when it is new."""
         backend = machine.backend()
-        key = (layer.kind, layer.inputs, layer.outputs, layer.bias, dtype, bucket_of(rows), backend)
+        shape = (layer.kind, layer.packed, layer.inputs, layer.outputs, layer.bias, layer.experts, layer.top)
+        key = (shape, dtype, bucket_of(tokens), backend)
         control = self._controls.get(key)
         if control is None:
             with self._lock:
                 control = self._controls.get(key)
                 if control is None:
-                    site = site_of(layer, dtype, rows)
-                    control = self._controls[key] = self._new_control(site, dtype, backend)
+                    site = site_of(layer, dtype, tokens)
+                    control = self._controls[key] = self._new_control(site, layer, dtype, backend)
             now = control.state()
             log.info("%s: %s, CPU share %.2f: %s", control.name, now["arm"], now["ratio"], now["why"])
         return control
 
-    def _new_control(self, site: Site, dtype: mx.Dtype, backend: str) -> SiteControl:
+    def _new_control(self, site: Site, layer: Layer, dtype: mx.Dtype, backend: str) -> SiteControl:
         cpu_dtype = split.resolve_cpu_dtype(self.settings.cpu_dtype, dtype)
+        forms = products.forms(layer.kind, bool(layer.packed), backend)
         entry = self.table(backend).lookup(site) if self.settings.ratio is None else None
-        if entry is not None and not counts(self.settings, entry, cpu_dtype):
+        if entry is not None and not counts(self.settings, entry, cpu_dtype, forms):
             entry = None
-        plan = decide(
-            self.settings,
-            Pair(backend, machine.cores()),
-            entry,
-            cpu_dtype=cpu_dtype,
-        )
-        policy = self.settings.gate
+        pair = Pair(backend, machine.cores())
+        plan = decide(self.settings, pair, entry, cpu_dtype=cpu_dtype, form=forms[0])
+        policy, dense = self.settings.gate, layer.kind != products.LINEAR
         if policy != "off" and plan.arm == SPLIT and entry is None and self.settings.ratio is None:
-            keep = self._keep(site, plan, backend)
-            return SiteControl(site.key(), plan, policy, learn=self._learning, learned=keep)
-        per_row = None
-        if entry is not None and entry.per_row is not None:
-            per_row = (entry.per_row, entry.per_row / (1 + entry.gain))
-        return SiteControl(site.key(), plan, policy, per_row=per_row)
+            ways = [Way(form, cpu_dtype) for form in forms]
+            learn = functools.partial(self._learning, layer.kind, ways)
+            keep = self._keep(site, backend)
+            return SiteControl(site.key(), plan, policy, dense=dense, learn=learn, learned=keep)
+        per_row = None if entry is None else priors(entry)
+        return SiteControl(site.key(), plan, policy, dense=dense, per_row=per_row)
 
-    def _learning(self, rows: int) -> Learning:
-        return Learning(rows, split.max_ratio(), self.boundary_seconds())
+    def _learning(self, kind: str, ways: list[Way], rows: int) -> Learning:
+        dense, waits = kind != products.LINEAR, functools.partial(products.boundaries, kind)
+        return Learning(rows, split.max_ratio(), Arms(ways, dense, self.boundary_seconds(), waits))
 
-    def _keep(self, site: Site, plan: Plan, backend: str) -> Callable[[Choice, int], None]:
+    def _keep(self, site: Site, backend: str) -> Callable[[Found, int], None]:
         """Puts what a site learned into the table."""
         usage = machine.OtherLoad()
 
-        def keep(choice: Choice, rows: int) -> None:
+        def keep(found: Found, rows: int) -> None:
             if usage.share() > BUSY:
                 return  # what another program caused is not this machine's own
             table = self.table(backend)
-            table.put(site, entry_of(choice, rows, plan.cpu_dtype))
+            table.put(site, entry_of(found, rows))
             self.saver.soon(table)
 
         return keep
@@ -307,9 +351,13 @@ class Session:
         arithmetic of their prefill that may split; None without a model.
         """
         layers = self.known.layers()
-        skipped = Counter(layer.reason for layer in layers if layer.reason is not None)
-        total = sum(layer.arithmetic for layer in layers if layer.live)
-        may = sum(layer.arithmetic for layer in layers if layer.live and layer.reason is None)
+        reasons = [layer.reason or self.switched_off(layer) for layer in layers]
+        skipped = Counter(reason for reason in reasons if reason is not None)
+        live = [
+            (layer.arithmetic, reason) for layer, reason in zip(layers, reasons, strict=True) if layer.live
+        ]
+        total = sum(arithmetic for arithmetic, _ in live)
+        may = sum(arithmetic for arithmetic, reason in live if reason is None)
         return {"skipped": dict(skipped), "eligible": may / total if total else None}
 
     def shared(self) -> tuple[int, float]:

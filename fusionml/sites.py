@@ -7,15 +7,15 @@ gate watches over what was found. Nothing here computes or times: `forwards` doe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any
 
 from .gate import Gate
-from .plans import SPLIT, STOCK, Plan
-from .ratios import STOCK as STOCK_PROBE
-from .ratios import Choice, Probe, RatioSearch
+from .plans import DENSE, SPLIT, STOCK, Plan
+from .ratios import RatioSearch
+from .search import Found, SiteSearch, Trial, Way
 from .split import row_multiple
 
 LEARNING_PROMPTS = 2
@@ -28,53 +28,67 @@ LEARNING_SHARE = 0.10
 class Job:
     """What one call is to do.
 
-    `arm` is stock or split (`ratio` of the rows on the CPU); `solo` rows of the CPU part are timed alone
-    before the call; `timed` asks for `SiteControl.record`.
+    `arm` is stock, dense or split (`ratio` of the rows on the CPU, in `form` and `cpu_dtype`); `solo` rows of
+    the CPU part are timed alone before the call; `timed` asks for `SiteControl.record`.
     """
 
     arm: str
     ratio: float = 0.0
     timed: bool = False
     solo: int = 0
-    probe: Probe | None = None
+    form: str = DENSE
+    cpu_dtype: str = "native"
+    trial: Trial | None = None
+
+
+@dataclass(frozen=True)
+class Arms:
+    """The arms of a site besides stock: the ways to split, the likeliest first, and whether it has a dense
+    arm; with what their boundaries cost.
+    """
+
+    ways: Sequence[Way]
+    dense: bool = False
+    boundary: float = 0.0
+    waits: Callable[[str | None], int] = lambda form: 1
 
 
 class Learning:
-    """The calibrator's search on live calls, within a budget of stock's own time."""
+    """The calibrator's search on live calls, within a budget of the time that they would take anyway."""
 
-    def __init__(self, rows: int, max_ratio: float, boundary: float) -> None:
-        self.search = RatioSearch(
-            rows=rows,
-            max_ratio=max_ratio,
-            multiple=row_multiple(rows),
-            boundary_seconds=boundary,
-            repeats=3,
+    def __init__(self, rows: int, max_ratio: float, arms: Arms) -> None:
+        def make() -> RatioSearch:
+            return RatioSearch(rows=rows, max_ratio=max_ratio, multiple=row_multiple(rows), repeats=3)
+
+        self.search = SiteSearch(
+            arms.ways, dense=arms.dense, boundary_seconds=arms.boundary, waits=arms.waits, make=make
         )
-        self.rows, self.boundary = rows, boundary
+        self.rows, self.boundary = rows, arms.boundary
         self.spent = 0.0
         self.prompts = 0
         self._calls = 0
         self._solo_row = 0.0
         self._first: int | None = None
 
-    def next(self, layer: int) -> Probe | None:
+    def next(self, layer: int) -> Trial | None:
         """What to time in this call of `layer`, if the budget allows."""
         self._calls += 1
         self._first = layer if self._first is None else self._first
         self.prompts += layer == self._first
-        probe, stock = self.search.next(), self._stock()
+        trial, base = self.search.next(), self.search.base_seconds()
         # Before anything was timed a first look is free: it is stock's own call.
-        if probe is None or stock is None:
-            return probe
-        cost = self._cost(probe, self._expected(probe))
-        return probe if self.spent + cost <= LEARNING_SHARE * self._calls * stock else None
+        if trial is None or base is None:
+            return trial
+        cost = self._cost(trial, self._expected(trial))
+        return trial if self.spent + cost <= LEARNING_SHARE * self._calls * base else None
 
-    def tell(self, probe: Probe, seconds: float, rows: int) -> None:
-        scaled = seconds if probe.kind == "solo" else seconds * self.rows / rows
-        self.search.tell(probe, scaled)
-        self.spent += self._cost(probe, scaled)
-        if probe.kind == "solo":
-            self._solo_row = scaled / probe.cpu_rows
+    def tell(self, trial: Trial, seconds: float, rows: int) -> None:
+        solo = trial.probe.kind == "solo"
+        scaled = seconds if solo else seconds * self.rows / rows
+        self.search.tell(trial, scaled)
+        self.spent += self._cost(trial, scaled)
+        if solo:
+            self._solo_row = scaled / trial.probe.cpu_rows
 
     @property
     def finished(self) -> bool:
@@ -90,21 +104,20 @@ class Learning:
         each = max(1, self._calls // self.prompts)
         return max(1, LEARNING_PROMPTS - self.prompts, -(-self.search.samples_left // each))
 
-    def _cost(self, probe: Probe, seconds: float) -> float:
-        """What timing `probe` costs over stock: the stopwatch's round trip, and what `seconds` exceed."""
-        if probe.kind == "split":
-            seconds = max(0.0, seconds + self.boundary - (self._stock() or seconds))
-        return self.boundary + (0.0 if probe.kind == "stock" else seconds)
+    def _cost(self, trial: Trial, seconds: float) -> float:
+        """What a trial costs: the stopwatch's round trip, and what `seconds` exceed an untimed call."""
+        if trial.probe.kind == "solo":
+            return self.boundary + seconds
+        base = self.search.base_seconds() or seconds
+        if trial.arm == self.search.base:
+            return self.boundary
+        return self.boundary + max(0.0, seconds + self.boundary - base)
 
-    def _expected(self, probe: Probe) -> float:
-        """Seconds of a probe; of the first of the CPU alone nothing is known, it is what tells."""
-        known = self.search.expected_seconds(probe)
+    def _expected(self, trial: Trial) -> float:
+        """Seconds of a trial; of the first of the CPU alone nothing is known, it is what tells."""
+        known = self.search.expected_seconds(trial)
         # Of more rows at most so much: the fewer there are, the more each of them costs.
-        return self._solo_row * probe.cpu_rows if known is None else known
-
-    def _stock(self) -> float | None:
-        """Stock's time for `rows` rows: a median, so that one outlier opens no purse."""
-        return self.search.expected_seconds(STOCK_PROBE)
+        return self._solo_row * trial.probe.cpu_rows if known is None else known
 
 
 class SiteControl:
@@ -114,8 +127,9 @@ class SiteControl:
         name: of the site, for the log.
         plan: the plan before anything was timed here.
         policy: of the gate; `off` keeps the plan as it is.
+        dense: whether the site has a dense arm.
         learn: makes the search, given a call's rows; None where there is nothing to learn.
-        per_row: seconds a row of (stock, split), if a table knows them.
+        per_row: seconds a row of arms, if a table knows them.
         learned: told the answer of the search, once.
     """
 
@@ -125,12 +139,14 @@ class SiteControl:
         plan: Plan,
         policy: str,
         *,
+        dense: bool = False,
         learn: Callable[[int], Learning] | None = None,
-        per_row: tuple[float, float] | None = None,
-        learned: Callable[[Choice, int], None] = lambda choice, rows: None,
+        per_row: Mapping[str, float] | None = None,
+        learned: Callable[[Found, int], None] = lambda found, rows: None,
     ) -> None:
         self.name = name
         self.plan, self._policy, self._learn, self._learned = plan, policy, learn, learned
+        self._dense = dense
         self._lock = threading.Lock()
         self._learning: Learning | None = None
         self._gate: Gate | None = None
@@ -139,8 +155,8 @@ class SiteControl:
         self._since, self._arm = _now(), STOCK if learn is not None else plan.arm
         self._events: list[str] = []
         self._learning_spent = 0.0
-        if policy != "off" and learn is None and plan.arm == SPLIT:
-            self._watch(per_row)
+        if policy != "off" and learn is None and plan.arm != STOCK:
+            self._watch(per_row or {})
 
     def choose(self, layer: int, rows: int, fits: bool | None, pressure: bool, timeable: bool) -> Job:
         """What the next call does.
@@ -157,11 +173,10 @@ class SiteControl:
             if self._learn is not None:
                 return self._learning_job(layer, rows, pressure, timeable)
             if self._gate is None:
-                return Job(self.plan.arm, self.plan.ratio)
+                return self._job(self.plan.arm)
             decision = self._gate.choose(fits, pressure, timeable)
             self._note(self._gate.arm if decision.timed else decision.arm)
-            ratio = self.plan.ratio if decision.arm == SPLIT else 0.0
-            return Job(decision.arm, ratio, decision.timed)
+            return self._job(decision.arm, timed=decision.timed)
 
     def record(self, job: Job, seconds: float, rows: int, overhead: float, unclean: str | None) -> None:
         """The time of a job that was to be timed, of the arm (or the solo part) alone.
@@ -172,9 +187,9 @@ class SiteControl:
             unclean: why the time does not count, None where it does.
         """
         with self._lock:
-            if job.probe is not None:
+            if job.trial is not None:
                 if self._learning is not None and unclean is None:
-                    self._learning.tell(job.probe, seconds, rows)
+                    self._learning.tell(job.trial, seconds, rows)
                 return
             if self._gate is not None:
                 self._gate.record(job.arm, seconds, rows, unclean is None, unclean, overhead)
@@ -215,11 +230,12 @@ class SiteControl:
         """For people and JSON: arm, ratio, why, since when, and the gate's estimates."""
         with self._lock:
             gate = None if self._gate is None else self._gate.state()
-            now = Job(self.plan.arm if gate is None else gate["arm"], self.plan.ratio)
+            now = self._job(self.plan.arm if gate is None else gate["arm"])
             now = now if self._learn is None else self._meanwhile
             return {
                 "arm": now.arm,
-                "ratio": now.ratio if now.arm == SPLIT else 0.0,
+                "ratio": now.ratio,
+                "form": now.form if now.arm == SPLIT else None,
                 "cpu_dtype": self.plan.cpu_dtype,
                 "why": self._why() if gate is None else f"{self.plan.why}; gate: {gate['why']}",
                 "since": self._since,
@@ -246,40 +262,58 @@ class SiteControl:
             self._learning = self._learn(rows)
             self._events.append(f"learning on live prompts, at most {LEARNING_SHARE:.0%} of stock's time")
         learning = self._learning
-        probe = learning.next(layer) if timeable and not pressure else None
+        trial = learning.next(layer) if timeable and not pressure else None
         if learning.finished:
             self._finish(learning)
-            return Job(self.plan.arm, self.plan.ratio)
-        if probe is None:
+            return self._job(self.plan.arm)
+        if trial is None:
             return self._do_meanwhile(learning, pressure)
+        if trial.way is None:
+            return Job(trial.arm, timed=True, trial=trial)
+        way, probe = trial.way, trial.probe
         if probe.kind == "solo":
-            return Job(STOCK, timed=True, solo=probe.cpu_rows, probe=probe)
-        return Job(SPLIT if probe.ratio else STOCK, probe.ratio, True, probe=probe)
+            base = learning.search.base
+            return Job(base, 0.0, True, probe.cpu_rows, way.form, way.cpu_dtype, trial)
+        return Job(SPLIT, probe.ratio, True, 0, way.form, way.cpu_dtype, trial)
+
+    def _job(self, arm: str, *, timed: bool = False) -> Job:
+        """What the plan says for an arm."""
+        ratio = self.plan.ratio if arm == SPLIT else 0.0
+        return Job(arm, ratio, timed, form=self.plan.form, cpu_dtype=self.plan.cpu_dtype)
 
     def _do_meanwhile(self, learning: Learning, pressure: bool) -> Job:
-        """Stock, or after the learning prompts the best so far; under pressure nothing that takes memory."""
-        late = learning.prompts > LEARNING_PROMPTS and not pressure
-        ratio = learning.search.best_so_far().ratio if late else 0.0
-        self._meanwhile = Job(SPLIT if ratio > 0 else STOCK, ratio)
+        """The faster of stock and dense, or after the learning prompts the best so far.
+
+        Under pressure nothing that takes memory.
+        """
+        search = learning.search
+        self._meanwhile = Job(STOCK if pressure else search.base)
+        if learning.prompts > LEARNING_PROMPTS and not pressure:
+            best = search.best_so_far()
+            self._meanwhile = Job(
+                best.arm, best.choice.ratio, form=best.way.form, cpu_dtype=best.way.cpu_dtype
+            )
         self._note(self._meanwhile.arm)
         return self._meanwhile
 
     def _finish(self, learning: Learning) -> None:
-        choice = learning.search.result()
+        found = learning.search.best_so_far()
+        choice = found.choice
         self._learn, self._learning, self._learning_spent = None, None, learning.spent
-        arm = SPLIT if choice.ratio > 0 else STOCK
         why = f"learned from {choice.samples} calls: {choice.reason}"
-        self.plan = Plan(arm, choice.ratio, self.plan.cpu_dtype, why)
-        self._note(arm)
-        self._events.append(f"{arm}, CPU share {choice.ratio:.2f}, gain {choice.gain:.0%}: {why}")
-        if arm == SPLIT and choice.stock_seconds and choice.seconds:
-            self._watch((choice.stock_seconds / learning.rows, choice.seconds / learning.rows))
-        self._learned(choice, learning.rows)
+        self.plan = Plan(found.arm, choice.ratio, found.way.cpu_dtype, why, found.way.form)
+        self._note(found.arm)
+        self._events.append(f"{found.arm}, CPU share {choice.ratio:.2f}, gain {choice.gain:.0%}: {why}")
+        if found.arm != STOCK and choice.stock_seconds and choice.seconds:
+            seconds = {STOCK: choice.stock_seconds, DENSE: found.dense_seconds, found.arm: choice.seconds}
+            self._watch({arm: each / learning.rows for arm, each in seconds.items() if each})
+        self._learned(found, learning.rows)
 
-    def _watch(self, per_row: tuple[float, float] | None) -> None:
-        self._gate = Gate((STOCK, SPLIT), policy=self._policy)
-        if per_row is not None:
-            self._gate.prior(dict(zip((STOCK, SPLIT), per_row, strict=True)))
+    def _watch(self, per_row: Mapping[str, float]) -> None:
+        arms = [STOCK, *([DENSE] if self._dense or self.plan.arm == DENSE else [])]
+        self._gate = Gate([*arms, *([SPLIT] if self.plan.arm == SPLIT else [])], policy=self._policy)
+        if per_row:
+            self._gate.prior({arm: each for arm, each in per_row.items() if arm in self._gate.arms})
             if self._gate.arm == self.plan.arm:
                 self._gate.events.clear()  # it agrees: no decision of its own
         self._note(self._gate.arm)

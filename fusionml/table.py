@@ -16,7 +16,7 @@ import stat
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import datetime
 from typing import Any
 
@@ -41,10 +41,12 @@ libraries more."""
 class Entry:
     """What was measured for one site.
 
-    ratio: CPU share, 0 to 0.9. gain: stock's time over the split's, less 1. when: ISO time. spread: relative
-    deviation of one sample, None where too few were taken to say. power: power source, None if unknown.
-    samples: how many. cpu_dtype: what the CPU part computes in. per_row: stock's seconds for one row, None if
-    not measured. A wrong value is a ValueError that names it.
+    ratio: CPU share, 0 to 0.9; 0 where no split was the fastest. gain: stock's time over the fastest arm's,
+    less 1. when: ISO time. spread: relative deviation of one sample, None where too few were taken to say.
+    power: power source, None if unknown. samples: how many. cpu_dtype: what the CPU part computes in.
+    per_row: stock's seconds for one row, None if not measured. form: how a split is computed. dense: whether
+    the dense arm is the fastest, where the ratio is 0. dense_per_row: its seconds for one row, None if not
+    measured. A wrong value is a ValueError that names it.
     """
 
     ratio: float
@@ -55,18 +57,29 @@ class Entry:
     samples: int
     cpu_dtype: str
     per_row: float | None = None
+    form: str = "dense"
+    dense: bool = False
+    dense_per_row: float | None = None
+
+    @property
+    def arm(self) -> str:
+        """`split`, `dense` or `stock`."""
+        return "split" if self.ratio > 0 else "dense" if self.dense else "stock"
 
     def __post_init__(self) -> None:
         _require_number("ratio", self.ratio, 0, LARGEST_RATIO)
         _require_number("gain", self.gain, -1, 1000)
         if self.spread is not None:
             _require_number("spread", self.spread, 0, 1000)
-        if self.per_row is not None:
-            _require_number("per_row", self.per_row, 1e-15, 1e9)
+        for name in ("per_row", "dense_per_row"):
+            if getattr(self, name) is not None:
+                _require_number(name, getattr(self, name), 1e-15, 1e9)
+        if not isinstance(self.dense, bool):
+            raise ValueError(f"dense is {self.dense!r}: use True or False")
         _require_number("samples", self.samples, 0, 10**9)
         if not isinstance(self.samples, int):
             raise ValueError(f"samples is {self.samples!r}: use a whole number")
-        for name in ("power", "cpu_dtype"):
+        for name in ("power", "cpu_dtype", "form"):
             value = getattr(self, name)
             if not (isinstance(value, str) and len(value) <= 64) and not (name == "power" and value is None):
                 raise ValueError(f"{name} is {value!r}: use a string of at most 64 characters")
@@ -91,7 +104,7 @@ def _require_time(when: object) -> None:
         raise ValueError(f"when is {when!r}: use an ISO time such as 2026-08-01T12:00:00+00:00") from None
 
 
-_ENTRY_FIELDS = [each.name for each in fields(Entry)]
+_ENTRY_FIELDS = {each.name: each.default for each in fields(Entry)}
 
 
 # --- sections: one state of the machine each --------------------------------------------------------------
@@ -132,12 +145,19 @@ class _Section:
         section = cls(_plain(machine), checked_fingerprint(fingerprint))
         for key, entry in entries.items():
             Site.parse(key)
-            section.entries[key] = Entry(*_values(entry, _ENTRY_FIELDS))
+            section.entries[key] = _entry(entry)
         return section
 
     def plain(self) -> dict[str, Any]:
         entries = {key: asdict(entry) for key, entry in self.entries.items()}
         return {"machine": self.machine, "fingerprint": self.fingerprint, "entries": entries}
+
+
+def _entry(value: object) -> Entry:
+    """From parsed JSON; what an earlier version did not know has its default."""
+    _values(value, [name for name, default in _ENTRY_FIELDS.items() if default is MISSING])
+    assert isinstance(value, dict)
+    return Entry(**{name: value[name] for name in _ENTRY_FIELDS if name in value})
 
 
 def _values(value: object, names: list[str]) -> list[Any]:

@@ -7,13 +7,13 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import mlx.core as mx
 import pytest
 from pairs import Pair, Unit
 
 from fusionml import calibrate
 from fusionml.calibrate import Shape
 from fusionml.ratios import Probe
+from fusionml.search import Found, Trial
 
 
 class Clock:
@@ -43,7 +43,9 @@ class Simulation:
     making: float = 0.0
     errors: dict[str, float] = field(default_factory=dict)
     interrupt_after: int | None = None
-    made: list[tuple[str, int, str]] = field(default_factory=list)
+    made: list[tuple[str, int]] = field(default_factory=list)
+    types: set[tuple[str, str]] = field(default_factory=set)
+    """(site, CPU type) of every split, or CPU part, that was timed."""
     spent: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     probes: list[Probe] = field(default_factory=list)
     verified: list[int] = field(default_factory=list)
@@ -62,28 +64,32 @@ def simulate(monkeypatch: pytest.MonkeyPatch, simulation: Simulation) -> Simulat
     """Make the calibrator measure `simulation` instead of this machine."""
 
     class Bench:
-        def __init__(self, shape: Shape, rows: int, cpu_dtype: str, made_up: mx.Dtype | None) -> None:
-            self.rows, self.cpu_dtype, self.name = rows, cpu_dtype, shape.site(rows).key()
-            self.pair = simulation.pair(shape, cpu_dtype)
-            self.random = random.Random(f"{self.name} {cpu_dtype}")
-            simulation.made.append((self.name, rows, cpu_dtype))
+        def __init__(self, shape: Shape, tokens: int, made_up: bool) -> None:
+            self.rows, self.name = tokens, shape.site(tokens).key()
+            self.pairs = {name: simulation.pair(shape, name) for name in simulation.pairs}
+            self.random = random.Random(self.name)
+            simulation.made.append((self.name, tokens))
             self._pass(simulation.making)
 
         def _pass(self, seconds: float) -> None:
             simulation.clock.now += seconds
             simulation.spent[self.name] += seconds
 
-        def seconds(self, probe: Probe) -> float:
-            simulation.probes.append(probe)
+        def seconds(self, trial: Trial) -> float:
+            name = next(iter(self.pairs)) if trial.way is None else trial.way.cpu_dtype
+            simulation.probes.append(trial.probe)
+            if trial.way is not None:
+                simulation.types.add((self.name, name))
             if simulation.interrupt_after is not None and len(simulation.probes) > simulation.interrupt_after:
                 raise KeyboardInterrupt
-            taken = self.pair.seconds(probe, self.rows) * self.random.lognormvariate(0, simulation.noise)
+            seconds = self.pairs[name].seconds(trial.probe, self.rows)
+            taken = seconds * self.random.lognormvariate(0, simulation.noise)
             self._pass(taken)
             return taken
 
-        def error(self, cpu_rows: int) -> float:
-            simulation.verified.append(cpu_rows)
-            return simulation.errors.get(self.cpu_dtype, 0.0)
+        def error(self, found: Found) -> tuple[float, float]:
+            simulation.verified.append(round(found.choice.ratio * self.rows))
+            return simulation.errors.get(found.way.cpu_dtype, 0.0), 1e-3
 
     monkeypatch.setattr(calibrate, "Bench", Bench)
     monkeypatch.setattr(calibrate, "time", simulation.clock)

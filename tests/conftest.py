@@ -9,12 +9,26 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.utils
 import pytest
+from mlx_lm.models import switch_layers
 
 import fusionml
-from fusionml import patching
+from fusionml import patching, sharded
 from fusionml.session import Session
 
-REPLACED = ((nn.Linear, "__call__"), (mlx_lm.utils, "load_model"), (mx, "set_wired_limit"))
+CALLED = (
+    nn.Linear,
+    nn.QuantizedLinear,
+    *sharded.LAYERS,
+    switch_layers.SwitchGLU,
+    switch_layers.SwitchMLP,
+    switch_layers.SwitchLinear,
+    switch_layers.QuantizedSwitchLinear,
+)
+REPLACED = (
+    *((cls, "__call__") for cls in CALLED),
+    (mlx_lm.utils, "load_model"),
+    (mx, "set_wired_limit"),
+)
 STOCK = {(owner, name): getattr(owner, name) for owner, name in REPLACED}
 
 

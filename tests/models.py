@@ -44,6 +44,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {"tie_word_embeddings": True},
     "phi3": {},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 128,
+        "head_dim": 32,
+        "norm_topk_prob": True,
+    },
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 128,
+        "head_dim": 32,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
     "gemma3n": {"text_config": _COMMON | _GEMMA3N | {"model_type": "gemma3n"}},
     "mamba": {
         "use_bias": False,

@@ -26,7 +26,8 @@ from fusionml import calibrate, machine, pressure, split
 from fusionml import compare as compare_module
 from fusionml.calibrate import NothingToCalibrateError, Shape, search_site, shapes
 from fusionml.pressure import Reading
-from fusionml.ratios import PAPER_GRID, Probe, Site
+from fusionml.ratios import PAPER_GRID, Choice, Probe, Site
+from fusionml.search import Found, Trial, Way
 from fusionml.session import Session, open_table
 from fusionml.table import RatioTable
 
@@ -75,6 +76,7 @@ def found(model: nn.Module, dtype: mx.Dtype | None = None) -> dict[Key, tuple[in
     return {
         (shape.inputs, shape.outputs, shape.bias): (len(shape.layers), round(shape.boundaries, 6))
         for shape in shapes(model, dtype)
+        if shape.kind == "linear"
     }
 
 
@@ -178,8 +180,8 @@ def test_weights_are_taken_for_another_type_where_one_is_given() -> None:
 
 def test_nothing_eligible_says_why_for_each_kind_of_layer() -> None:
     model = tiny("llama")
-    nn.quantize(model, group_size=64, bits=4)
-    with pytest.raises(NothingToCalibrateError, match="QuantizedLinear layers quantised"):
+    nn.quantize(model, group_size=32, bits=8, mode="mxfp8")
+    with pytest.raises(NothingToCalibrateError, match="quantized layers quantised as mxfp8"):
         shapes(model)
     with pytest.raises(NothingToCalibrateError, match="linear layers narrower than 128"):
         shapes(tiny("llama", hidden_size=64, intermediate_size=64))
@@ -193,7 +195,7 @@ def one_shape(dtype: mx.Dtype = mx.float32, layers: int = 1, boundaries: float =
     for layer in made:
         layer.set_dtype(dtype)
     mx.eval([layer.parameters() for layer in made])
-    return Shape("linear", dtype, 256, 256, False, list(made), boundaries)
+    return Shape("linear", "", dtype, 256, 256, False, layers=list(made), boundaries=boundaries)
 
 
 def best(of: Pair, rows: int) -> float:
@@ -255,8 +257,9 @@ def test_both_cpu_types_are_compared_where_both_are_safe(
     pairs = {"native": SLOW, "float32": SLOW} | {faster: EQUAL_STREAMS}
     simulation = simulate(monkeypatch, Simulation(Clock(), pairs))
     outcome = search_site(one_shape(mx.bfloat16), 512, seconds=1e6, boundary=0.0)
-    assert outcome.cpu_dtype == faster
-    assert {name for _, _, name in simulation.made} == {"native", "float32"}
+    assert outcome.found is not None
+    assert outcome.found.way.cpu_dtype == faster
+    assert {name for _, name in simulation.types} == {"native", "float32"}
 
 
 @pytest.mark.parametrize(
@@ -277,7 +280,7 @@ def test_cpu_types_that_are_not_safe_or_not_asked_for_are_never_run(
     monkeypatch.setattr(sys, "platform", platform)
     simulation = simulated(monkeypatch, EQUAL_STREAMS)
     search_site(one_shape(dtype), 512, seconds=1e6, boundary=0.0, cpu_dtype=setting)
-    assert {name for _, _, name in simulation.made} == types
+    assert {name for _, name in simulation.types} == types
 
 
 def test_the_grid_is_all_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,24 +318,34 @@ def test_without_time_nothing_is_made_or_timed(monkeypatch: pytest.MonkeyPatch) 
 
 # --- the bench itself, on real arrays
 
+NATIVE = Way("dense", "native")
+
+
+def split_of(ratio: float) -> Found:
+    return Found("split", NATIVE, Choice(ratio, 0.0, "for a test", 0, None))
+
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_the_bench_times_what_it_says(bias: bool, dtype: mx.Dtype) -> None:
     layer = nn.Linear(256, 128, bias=bias)
     layer.set_dtype(dtype)
-    shape = Shape("linear", dtype, 256, 128, bias, [layer])
-    bench = calibrate.Bench(shape, 64, "native", None)
-    weight, bias_array = bench.weights[0]
+    shape = Shape("linear", "", dtype, 256, 128, bias, layers=[layer])
+    bench = calibrate.Bench(shape, 64, made_up=False)
+    product = bench.products[0]
+    x, weight = product.arrays[:2]
     assert weight is layer["weight"]
-    truth = np.array(layer(bench.x).astype(mx.float32))
+    truth = np.array(layer(x).astype(mx.float32))
     limit = calibrate.TOLERANCE[str(dtype).rsplit(".", 1)[-1]] * np.abs(truth).max()
-    for probe, rows in ((Probe("stock"), 64), (Probe("split", 16, 0.25), 64), (Probe("solo", 16), 16)):
-        out = bench._compute(probe, weight, bias_array)
+    whole, half = Trial("stock"), Trial("split", Probe("split", 16, 0.25), NATIVE)
+    for trial, rows in ((whole, 64), (half, 64), (Trial("split", Probe("solo", 16), NATIVE), 16)):
+        solo = trial.probe.kind == "solo"
+        out = bench._compute(product, trial.arm, trial.way, trial.probe.cpu_rows, solo)
         assert out.dtype == dtype
         np.testing.assert_allclose(np.array(out.astype(mx.float32)), truth[:rows], atol=limit, rtol=0)
-        assert bench.seconds(probe) > 0
-    assert bench.error(16) <= calibrate.TOLERANCE[str(dtype).rsplit(".", 1)[-1]]
+        assert bench.seconds(trial) > 0
+    error, allowed = bench.error(split_of(16 / 64))
+    assert error <= allowed == calibrate.TOLERANCE[str(dtype).rsplit(".", 1)[-1]]
 
 
 def test_the_bench_takes_the_layers_in_turn_up_to_the_size_of_a_cache(
@@ -340,11 +353,16 @@ def test_the_bench_takes_the_layers_in_turn_up_to_the_size_of_a_cache(
 ) -> None:
     shape = one_shape(layers=5)
     monkeypatch.setattr(calibrate, "CACHE_BYTES", 3 * 256 * 256 * 4)
-    bench = calibrate.Bench(shape, 32, "native", None)
+    bench = calibrate.Bench(shape, 32, made_up=False)
     used: list[int] = []
-    monkeypatch.setattr(bench, "_compute", lambda probe, weight, bias: used.append(id(weight)) or weight)
+
+    def compute(product: Any, *rest: Any) -> mx.array:
+        used.append(id(product.arrays[1]))
+        return product.arrays[1]
+
+    monkeypatch.setattr(bench, "_compute", compute)
     for _ in range(7):
-        bench.seconds(Probe("stock"))
+        bench.seconds(Trial("stock"))
     assert len(set(used)) == 3
     assert used[:3] == used[3:6]
 
@@ -353,11 +371,12 @@ def test_made_up_weights_do_not_read_the_layers() -> None:
     shape = replace(one_shape(mx.float16, layers=2), bias=True)
     for layer in shape.layers:
         layer.weight = None
-    bench = calibrate.Bench(shape, 32, "native", mx.float16)
-    assert [(w.shape, w.dtype, b.shape) for w, b in bench.weights if b is not None] == [
-        ((256, 256), mx.float16, (256,))
+    bench = calibrate.Bench(shape, 32, made_up=True)
+    assert [[(a.shape, a.dtype) for a in product.arrays[1:]] for product in bench.products] == [
+        [((256, 256), mx.float16), ((256,), mx.float16)]
     ] * 2
-    assert bench.error(16) <= calibrate.TOLERANCE["float16"]
+    error, allowed = bench.error(split_of(0.5))
+    assert error <= allowed == calibrate.TOLERANCE["float16"]
 
 
 def test_the_price_of_a_boundary_is_a_time() -> None:
@@ -409,7 +428,7 @@ def test_a_real_split_that_computes_the_wrong_thing_is_found(
     clock = Clock()
     monkeypatch.setattr(calibrate, "time", clock)
     monkeypatch.setattr(
-        calibrate.Bench, "seconds", lambda self, probe: EQUAL_STREAMS.seconds(probe, self.rows)
+        calibrate.Bench, "seconds", lambda self, trial: EQUAL_STREAMS.seconds(trial.probe, self.rows)
     )
     model = tiny("llama")
     right = calibrate.calibrate(model, rows=[64], budget=1e6)
@@ -429,7 +448,8 @@ def test_where_one_cpu_type_is_wrong_the_other_is_used(
     simulate(monkeypatch, Simulation(Clock(), pairs, errors={bad: 1.0}))
     outcome = search_site(one_shape(mx.float16), 512, seconds=1e6, boundary=0.0)
     assert outcome.choice is not None
-    assert (outcome.cpu_dtype, outcome.error) == (good, 0.0)
+    assert outcome.found is not None
+    assert (outcome.found.way.cpu_dtype, outcome.error) == (good, 0.0)
     assert outcome.choice.stock_seconds == pytest.approx(SLOW.stock(512))
 
 
@@ -712,7 +732,7 @@ def test_the_cpu_type_of_the_environment_is_the_one_that_is_measured(
     simulation = simulated(monkeypatch, EQUAL_STREAMS)
     monkeypatch.setenv("FUSIONML_CPU_DTYPE", "float32")
     assert main("calibrate", "--config", str(config), "--rows", "64").status == 0
-    assert {name for _, _, name in simulation.made} == {"float32"}
+    assert {name for _, name in simulation.types} == {"float32"}
 
 
 @pytest.mark.parametrize(
@@ -902,4 +922,4 @@ def test_compare_calibrates_the_rows_that_its_prompts_make(
         *("--prompt-tokens", *lengths, "--max-tokens", "2"),
     )
     assert answer.status == 0, answer.err
-    assert {n for _, n, _ in simulation.made} == rows
+    assert {n for _, n in simulation.made} == rows

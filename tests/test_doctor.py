@@ -135,7 +135,7 @@ def test_a_model_of_which_nothing_may_split_is_off_with_a_reason_for_each_kind(
 
     def quantised(path: str) -> Any:
         model, *rest = load(path)
-        nn.quantize(model, group_size=64, bits=4)
+        nn.quantize(model, group_size=32, bits=4, mode="mxfp4")
         mx.eval(model.parameters())
         return model, *rest
 
@@ -145,7 +145,7 @@ def test_a_model_of_which_nothing_may_split_is_off_with_a_reason_for_each_kind(
     assert (answer.status, report["on"]) == (1, False)
     assert report["off_because"] == ["no layer of this model may split"]
     (kind,) = report["layers"]
-    assert kind == "QuantizedLinear"
+    assert kind == "quantized"
     layers = report["layers"][kind]
     assert layers["eligible"] == 0
     assert sum(layers["stock"].values()) == layers["layers"]
@@ -159,7 +159,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.good = nn.Linear(128, 256)
         self.narrow = nn.Linear(128, 64)
-        self.quantised = nn.QuantizedLinear(128, 256)
+        self.quantised = nn.QuantizedLinear(128, 256, mode="mxfp4")
         self.integers = nn.Linear(128, 128, bias=False)
         self.integers.weight = mx.zeros((128, 128), mx.int32)
         self.convolution = nn.Conv1d(128, 256, 3)
@@ -181,7 +181,7 @@ def test_every_exclusion_has_its_reason(session: Session) -> None:
     words = {
         ("linear", "narrower than 128"): 1,
         ("linear", "weight of type"): 1,
-        ("QuantizedLinear", "quantised"): 1,
+        ("quantized", "quantised as mxfp4"): 1,
         ("Conv1d", "Conv1d: not split"): 1,
         ("linear", "as wide as the vocabulary"): 1,
     }

@@ -74,9 +74,9 @@ def simulate(monkeypatch: pytest.MonkeyPatch, session: Session) -> Callable[[Pai
     def install(pair: Pair) -> Simulated:
         world, timed = Simulated(pair), forwards.timed
 
-        def remember(session: Session, stock: Any, layer: Any, x: mx.array, call: Any) -> Any:
-            world._call.now = call.job, x.size // x.shape[-1]
-            return timed(session, stock, layer, x, call)
+        def remember(session: Session, call: Any, *rest: Any) -> Any:
+            world._call.now = call.job, call.rows
+            return timed(session, call, *rest)
 
         def stopwatch(compute: Callable[[], mx.array]) -> tuple[mx.array, float]:
             out = compute()

@@ -331,9 +331,17 @@ def test_an_entry_of_the_wrong_type_is_set_aside(
     content["sections"][0]["entries"][SITE.key()][name] = "HERE"
     raw = json.dumps(content).replace('"HERE"', value).encode()
     aside = check_survival(tmp_path / "t.json", raw, caplog)
-    assert aside is not (
-        (name, value) in {("gain", "-1"), ("power", '"\\ud800\\n"'), ("cpu_dtype", '"\\ud800\\n"')}
-    )
+    words = {(word, '"\\ud800\\n"') for word in ("power", "cpu_dtype", "form")}
+    assert aside is not ((name, value) in words | {("gain", "-1"), ("dense", "true")})
+
+
+def test_an_entry_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    content = json.loads(saved(tmp_path / "t.json"))
+    entry = content["sections"][0]["entries"][SITE.key()]
+    for name in ("form", "dense", "dense_per_row"):
+        del entry[name]
+    (tmp_path / "t.json").write_text(json.dumps(content))
+    assert RatioTable.load(tmp_path / "t.json", MACHINE).lookup(SITE) == ENTRY
 
 
 def test_a_machine_that_cannot_be_written_again_is_set_aside(

@@ -17,7 +17,8 @@ from pairs import EQUAL_STREAMS, M1, M5_LIKE, PAPER_CHIPS, THOUSAND, Pair, Unit
 from fusionml import sites
 from fusionml.plans import SPLIT, STOCK, Plan
 from fusionml.ratios import Choice, Probe
-from fusionml.sites import LEARNING_SHARE, Job, Learning, SiteControl
+from fusionml.search import Trial, Way
+from fusionml.sites import LEARNING_SHARE, Arms, Job, Learning, SiteControl
 
 LAYERS = 24
 ROWS = 2048
@@ -50,7 +51,7 @@ class World:
         if job.timed:
             # A stopwatch around an evaluation costs a round trip, a solo part comes on top of the call.
             self.total += self.pair.boundary + (self.pair.stock(rows) if job.solo else 0.0)
-            charge = self.pair.boundary if job.arm == SPLIT and job.probe is None else 0.0
+            charge = self.pair.boundary if job.arm == SPLIT and job.trial is None else 0.0
             seconds = took if job.arm == STOCK or job.solo else took - self.pair.boundary
             self.control.record(job, seconds + charge, rows, self.pair.boundary, unclean)
         return job
@@ -77,12 +78,17 @@ class World:
         return str(self.control.state()["arm"])
 
 
-def learner(pair: Pair, learned: Any = lambda choice, rows: None, **options: Any) -> SiteControl:
+def arms(boundary: float) -> Arms:
+    """One way to split."""
+    return Arms([Way("dense", "native")], boundary=boundary)
+
+
+def learner(pair: Pair, learned: Any = lambda found, rows: None, **options: Any) -> SiteControl:
     return SiteControl(
         "a site",
         DEFAULT,
         options.pop("policy", "auto"),
-        learn=lambda rows: Learning(rows, options.pop("max_ratio", 0.5), pair.boundary),
+        learn=lambda rows: Learning(rows, options.pop("max_ratio", 0.5), arms(pair.boundary)),
         learned=learned,
     )
 
@@ -178,16 +184,16 @@ def test_learning_stays_within_a_tenth_of_stocks_time(
 
 def test_an_outlier_of_stock_does_not_open_the_purse() -> None:
     """Stock read ten times too slow once: what may be spent rests on the median."""
-    learning = Learning(ROWS, 0.5, 0.0)
+    learning = Learning(ROWS, 0.5, arms(0.0))
     truth = M1.stock(ROWS)
     for layer in range(400):
-        probe = learning.next(layer % LAYERS)
-        if probe is None or probe.kind == "split":
+        trial = learning.next(layer % LAYERS)
+        if trial is None or trial.probe.kind == "split":
             continue
-        seconds = M1.seconds(probe, ROWS)
-        if probe.kind == "stock" and learning.search.best_so_far().samples >= 6:
+        seconds = M1.seconds(trial.probe, ROWS)
+        if trial.probe.kind == "stock" and learning.search.best_so_far().choice.samples >= 6:
             seconds *= 10
-        learning.tell(probe, seconds, ROWS)
+        learning.tell(trial, seconds, ROWS)
     assert learning.spent <= LEARNING_SHARE * 400 * truth
 
 
@@ -208,7 +214,7 @@ def test_it_says_how_many_prompts_are_left() -> None:
 
 
 def test_prompts_are_counted_by_the_layer_that_was_called_first() -> None:
-    learning = Learning(ROWS, 0.5, 0.0)
+    learning = Learning(ROWS, 0.5, arms(0.0))
     for layer in (7, 1, 2, 7, 1, 2, 7):
         learning.next(layer)
     assert learning.prompts == 3
@@ -216,7 +222,7 @@ def test_prompts_are_counted_by_the_layer_that_was_called_first() -> None:
 
 def test_what_was_learned_is_told_once() -> None:
     told: list[tuple[Choice, int]] = []
-    world = learning_world(M1, learned=lambda choice, rows: told.append((choice, rows)))
+    world = learning_world(M1, learned=lambda found, rows: told.append((found.choice, rows)))
     world.prompts(50)
     assert not world.control.learning
     assert [rows for _, rows in told] == [ROWS]
@@ -227,7 +233,7 @@ def test_calls_of_other_lengths_are_scaled_to_the_first() -> None:
     """Chunks differ in length; without fixed costs a time for each row says the same at any length."""
     pair = Pair("no fixed costs", Unit(0.0, 20e-6, 1.1), Unit(0.0, 10e-6, 1.1))
     told: list[Choice] = []
-    world = learning_world(pair, learned=lambda choice, rows: told.append(choice))
+    world = learning_world(pair, learned=lambda found, rows: told.append(found.choice))
     lengths = (2048, 3000, 2500, 2300)
     for call in range(600):
         world.call(call % LAYERS, rows=lengths[call % 4])
@@ -251,7 +257,7 @@ def test_a_time_that_turned_out_unclean_is_thrown_away() -> None:
     job = control.choose(1, ROWS, True, False, True)
     assert job.timed
     control.record(job, 1e3, ROWS, 0.0, "another thread")
-    assert control.choose(1, ROWS, True, False, True).probe == job.probe, "it is asked again"
+    assert control.choose(1, ROWS, True, False, True).trial == job.trial, "it is asked again"
 
 
 def test_a_slow_learner_uses_the_best_so_far_but_not_under_pressure() -> None:
@@ -293,8 +299,8 @@ def test_a_site_says_since_when_it_does_what_it_does(monkeypatch: pytest.MonkeyP
 
 
 def controlled(pair: Pair, plan: Plan = DEFAULT, *, prior: bool = True, policy: str = "auto") -> World:
-    per_row = (pair.stock(ROWS) / ROWS, pair.cost(plan.ratio, ROWS) / ROWS) if prior else None
-    return World(pair, SiteControl("a site", plan, policy, per_row=per_row))
+    times = {STOCK: pair.stock(ROWS) / ROWS, SPLIT: pair.cost(plan.ratio, ROWS) / ROWS}
+    return World(pair, SiteControl("a site", plan, policy, per_row=times if prior else None))
 
 
 def test_a_measured_site_splits_from_the_first_call() -> None:
@@ -422,7 +428,7 @@ def test_every_decision_is_one_line_and_drained_once() -> None:
 
 def test_a_prior_that_confirms_the_plan_is_no_decision_and_one_that_overrules_it_is() -> None:
     assert controlled(M1).control.drain() == []
-    slower = SiteControl("a site", DEFAULT, "auto", per_row=(10e-6, 9.9e-6))
+    slower = SiteControl("a site", DEFAULT, "auto", per_row={STOCK: 10e-6, SPLIT: 9.9e-6})
     assert slower.state()["arm"] == STOCK
     assert len(slower.drain()) == 1
 
@@ -432,9 +438,9 @@ def test_the_state_is_json_and_complete_at_every_stage() -> None:
     for _ in range(800):
         world.call(len(world.jobs) % LAYERS)
         state = json.loads(json.dumps(world.control.state(), allow_nan=False))
-        assert set(state) == {"arm", "ratio", "cpu_dtype", "why", "since", "gate"}
+        assert set(state) == {"arm", "ratio", "form", "cpu_dtype", "why", "since", "gate"}
         assert state["arm"] in (STOCK, SPLIT)
-        assert (state["ratio"] > 0) == (state["arm"] == SPLIT)
+        assert (state["ratio"] > 0) == (state["form"] is not None) == (state["arm"] == SPLIT)
 
 
 def test_a_call_is_stock_for_a_reason_that_is_true() -> None:
@@ -497,5 +503,7 @@ def test_a_probe_answered_twice_is_told_twice_and_one_after_the_end_is_dropped()
     world = World(M1, control)
     world.prompts(50)
     assert not control.learning
-    control.record(Job(SPLIT, 0.25, True, probe=Probe("split", 512, 0.25)), 1.0, ROWS, 0.0, None)
+    control.record(
+        Job(SPLIT, 0.25, True, trial=Trial(SPLIT, Probe("split", 512, 0.25))), 1.0, ROWS, 0.0, None
+    )
     assert control.state()["arm"] == SPLIT
