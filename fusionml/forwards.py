@@ -123,7 +123,10 @@ def call_layer(
         session.known.stand(call.known, x.shape, Standing(call.reason or "", x.dtype, on_gpu), age)
     out, reason = None, call.reason
     if reason is None:
-        out, reason = (timed if call.job.timed else untimed)(session, call, stock, layer, x, *rest)
+        if call.job.timed:
+            out, reason = timed(session, call, layer, lambda: stock(layer, x, *rest))
+        else:
+            out, reason = untimed(session, call, layer)
     session.count(STOCK if reason else call.job.arm, call.known, call.rows // top, reason)
     return stock(layer, x, *rest) if out is None else out
 
@@ -179,9 +182,7 @@ def first_touch(known: Layer) -> str | None:
     return None if touched else "first touch"
 
 
-def untimed(
-    session: Session, call: Call, stock: Forward, layer: nn.Module, x: mx.array, *rest: mx.array
-) -> tuple[mx.array | None, str | None]:
+def untimed(session: Session, call: Call, layer: nn.Module) -> tuple[mx.array | None, str | None]:
     """The product by the arm that the job names, left lazy where it can be, or None and the reason."""
     assert call.product is not None
     boundary = session.settings.boundary
@@ -204,7 +205,7 @@ def compute(call: Call, boundary: str) -> mx.array:
 
 
 def timed(
-    session: Session, call: Call, stock: Forward, layer: nn.Module, x: mx.array, *rest: mx.array
+    session: Session, call: Call, layer: nn.Module, stock: Callable[[], mx.array]
 ) -> tuple[mx.array | None, str | None]:
     """One arm, evaluated and timed, and the time told to the site; None and the reason where it cannot be.
 
@@ -227,7 +228,7 @@ def timed(
         elif call.known.sharded:
             out, seconds = stopwatch(product.stock)
         else:
-            out, seconds = stopwatch(lambda: stock(layer, x, *rest))
+            out, seconds = stopwatch(stock)
         _record(session, call, seconds)
         reason = "timed as stock" if job.arm == STOCK else None
         if call.known.sharded or job.arm != STOCK:

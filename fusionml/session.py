@@ -15,6 +15,7 @@ from datetime import datetime, timezone
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from . import machine, pressure, products, split, timing
 from .known import MIN_WIDTH, KnownModels, Layer
@@ -25,6 +26,7 @@ from .search import Found, Way
 from .settings import Settings, home
 from .sites import Arms, Learning, SiteControl
 from .table import Entry, RatioTable
+from .tracing import observe
 
 log = logging.getLogger("fusionml")
 
@@ -169,6 +171,14 @@ class Session:
         if layer.experts and not self.settings.moe:
             return "of experts, and moe=False"
         return None
+
+    def observe(self, model: nn.Module) -> None:
+        """Find out how many experts each token of a known model goes to, before any prompt has shown it."""
+        layers = [layer for layer in self.known.layers() if layer.experts]
+        modules = [module for layer in layers if (module := layer.ref()) is not None]
+        seen = observe(model, modules) if modules else {}
+        for layer in layers:
+            layer.top = seen.get(id(layer.ref()), (1, layer.top))[1]
 
     def control(self, layer: Layer, dtype: mx.Dtype, tokens: int) -> SiteControl:
         """Who decides for the site that a call of so many tokens belongs to; one log line when it is new."""

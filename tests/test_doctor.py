@@ -16,7 +16,7 @@ import mlx.nn as nn
 import pytest
 from checkpoints import small_checkpoint
 from commands import Answer, assert_refused, command
-from models import linear_layers
+from models import linear_layers, tiny
 
 import fusionml
 from fusionml import cli, doctor, loading, machine, pressure
@@ -195,6 +195,16 @@ def test_every_exclusion_has_its_reason(session: Session) -> None:
     text = doctor.render(report)
     for _, reason in stock:
         assert reason in text
+
+
+def test_experts_count_as_often_as_a_token_goes_to_them(session: Session) -> None:
+    model = tiny("qwen3_moe", num_experts_per_tok=4)
+    with fusionml.patched():
+        session.known.add(model, from_loader=True)
+        layers = doctor.examine(model, "experts")["layers"]
+    attention, experts, router = 4 * 128 * 128, 4 * 3 * 128 * 128, 128 * 8
+    assert layers["experts"]["share"] == pytest.approx(experts / (attention + experts + router))
+    assert layers["experts"]["eligible"] == 6
 
 
 # --- wrong use

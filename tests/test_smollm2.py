@@ -309,4 +309,7 @@ def test_an_unknown_kind_is_refused_before_anything_is_fetched(
     with pytest.raises(SystemExit) as stopped:
         smollm2.main([str(tmp_path), "q5"])
     assert stopped.value.code == 2
-    assert "KIND 'q5' is not allowed; choose from f32, bf16, f16, q4, q4f16, q4g64" in capsys.readouterr().err
+    assert (
+        "KIND 'q5' is not allowed; choose from f32, bf16, f16, q4, q4f16, q4bf16, q4g64"
+        in capsys.readouterr().err
+    )
