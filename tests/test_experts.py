@@ -167,8 +167,9 @@ def test_what_mlx_lm_sorts_is_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = mx.argpartition(mx.random.normal((2, 30, E)), kth=2, axis=-1)[..., :2]
     few = (x[:, :3], chosen[:, :3])
     plain = [block(x, chosen), block(*few)]
-    monkeypatch.setattr(switch_layers.SwitchLinear, "__call__", spy)
-    ours = [block(x, chosen), block(*few)]
+    with monkeypatch.context() as patched:
+        patched.setattr(switch_layers.SwitchLinear, "__call__", spy)
+        ours = [block(x, chosen), block(*few)]
     assert seen == [(True, True)] * 3 + [(False, False)] * 3
     for mine, theirs in zip(ours, plain, strict=True):
         assert mx.allclose(mine, theirs, atol=1e-5)

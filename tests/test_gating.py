@@ -187,6 +187,7 @@ def test_learning_goes_on_where_unpatch_broke_it_off(simulate: Any, patch: Patch
     learn(model)
     at_once = len(world.timed)
     fusionml.unpatch()
+    assert patching.session().saver.wait(60)
     patching._session = Session()
     Path(open_table(None).path).unlink()
     known(model, patch)
