@@ -32,6 +32,7 @@ def toy(monkeypatch: Fixture) -> None:
     monkeypatch.setitem(experiment.NAMES, "overhead", "toys")
     monkeypatch.setenv("PYTHONPATH", TESTS)
     monkeypatch.setattr(pressure, "read", lambda: pressure.Reading(free_bytes=10**9))
+    monkeypatch.setattr(runner, "BUSY", 1.0)
 
 
 def job(folder: Path, *kinds: str, made: Experiment = toys.EXPERIMENT, **extra: Any) -> runner.Run:
@@ -207,6 +208,7 @@ def test_heat_is_a_warning(monkeypatch: Fixture, tmp_path: Path) -> None:
 
 def test_other_programs_in_the_way_are_a_warning(monkeypatch: Fixture, tmp_path: Path) -> None:
     answers = iter([0.5, 0.1, None])
+    monkeypatch.setattr(runner, "BUSY", 0.15)
     monkeypatch.setattr(
         runner, "_in_a_process", lambda *_: {"result": {}, "error": None, "others": next(answers)}
     )
