@@ -20,7 +20,7 @@ NAMES = {
     name: f"benchmarks.{name}"
     for name in (
         *("mechanism", "block", "depth", "ttft", "decode", "gate", "overhead", "serve"),
-        *("linears", "calibration", "quantized", "experts"),
+        *("linears", "calibration", "quantized", "experts", "kinds", "agreement"),
         *("training", "ane", "threeway", "cholesky", "sustained", "pressure"),
     )
 }
