@@ -1,7 +1,7 @@
 """A process that never outlives the one that started it, however that ends.
 
-The standard input is the leash: `python leash.py COMMAND...` runs the command until it ends by itself or until
-nobody holds the other end any more, which the system sees to also for whoever was killed.
+The standard input is the leash: `python leash.py COMMAND...` runs the command until it ends by itself or
+until nobody holds the other end any more, which the system sees to also for whoever was killed.
 """
 
 from __future__ import annotations
