@@ -83,6 +83,7 @@ def run(job: Run, progress: Progress = lambda what, done, planned: None) -> tupl
         if number:
             time.sleep(job.cool_down)
         cell = _run_cell(job, name, parameters, needed[name], document)
+        _keep(cell.pop("transcripts", []), file)
         document["warnings"] += _heat(cell)
         document["cells"].append(cell)
         write(file, document)
@@ -247,6 +248,14 @@ def write(file: Path, document: Document) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _keep(transcripts: Sequence[Cell], file: Path) -> None:
+    """Add what was asked and answered to a file beside the result: word for word, a line each."""
+    if transcripts:
+        beside = file.with_name(f"{file.stem}-transcripts.jsonl")
+        with beside.open("a", encoding="utf-8") as out:
+            out.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in transcripts)
 
 
 _PATH = re.compile(r"(?<![\w:/.~-])~?(?:/[\w.+@~-]+)+/([\w.+@~-]+)")

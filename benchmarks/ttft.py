@@ -25,7 +25,7 @@ from fusionml import loading, machine
 from fusionml.compare import Run, divergence, generate_once, prompt_ids
 from fusionml.measure import order, paired_ratio, relative_error
 from fusionml.patching import patched, status
-from fusionml.session import bucket_of
+from fusionml.session import bucket_of, open_table
 
 STOCK, AGAIN = "stock", f"stock {arms.AGAIN}"
 RATIO = 0.30
@@ -137,6 +137,7 @@ class Bench:
     settings: Settled
     calls: dict[str, Counter[str]] = field(default_factory=dict)
     idle: dict[str, str | None] = field(default_factory=dict)
+    tables: dict[str, Cell | None] = field(default_factory=dict)
 
     def ids(self, seed: int) -> list[int]:
         """The prompt of that number."""
@@ -150,6 +151,7 @@ class Bench:
             after = status()
         self.calls[arm] = self.calls.get(arm, Counter()) + (Counter(after["calls"]) - before)
         self.idle[arm] = after["idle"]
+        self.tables[arm] = after["table"]
         return run
 
     def scores(self, arm: str) -> mx.array:
@@ -194,6 +196,7 @@ def measure(parameters: Cell, options: Options) -> Cell:
         "calibration": calibration,
         "calls": {arm: dict(counted) for arm, counted in bench.calls.items()},
         "idle": bench.idle,
+        "table": bench.tables.get("calibrated"),
         **_decode(runs),
         **_answers(runs),
     }
@@ -207,9 +210,11 @@ def _calibrate(parameters: Cell, options: Options, table: Path) -> tuple[Cell | 
     """What was measured into the table, and which arm that leaves out where it could not be."""
     rows = calibration_rows(parameters["prompt_tokens"], parameters["min_rows"])
     try:
-        return checkpoints.calibrate(options.extra["model"], rows, parameters["budget"], table), {}
+        found = checkpoints.calibrate(options.extra["model"], rows, parameters["budget"], table)
     except RuntimeError as error:
         return None, {"calibrated": str(error)}
+    opened = open_table(str(table))  # as the patch will: a machine that others keep busy may not know itself
+    return (found, {}) if len(opened) else (None, {"calibrated": opened.ignored or "no site was measured"})
 
 
 def calibration_rows(length: int, least: int) -> list[int]:
