@@ -35,7 +35,7 @@ STOCK, AGAIN = "stock", f"stock {arms.AGAIN}"
 WIDTH, HIDDEN, HEAD = 4096, 14336, 128
 """The paper's: a block of Llama-3-8B."""
 LENGTHS = (1024, 2048, 4096, 8192)
-ROWS = 8192
+ROWS, FEWEST = 4096, 256
 LEAST_WIDTH, LEAST_HEAD, LEAST_ROWS = 64, 32, 32
 SMALL = {"width": 64, "hidden": 128, "rows": 64}
 """A block that is not worth its boundaries."""
@@ -68,7 +68,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def cells(options: Options) -> dict[str, Cell]:
     """The block in and out of regime, compiled at each length, the gate's own cost, and the model's cells."""
     block = geometry(options.scale)
-    regime = {**block, "rows": max(LEAST_ROWS, ROWS // options.scale)}
+    regime = {**block, "rows": max(FEWEST, ROWS // options.scale)}
     lengths = sorted({max(LEAST_ROWS, n // options.scale) for n in LENGTHS})
     found = {
         "the split wins": {"what": "policies", "busy": False, **regime},
@@ -96,12 +96,12 @@ def geometry(scale: int) -> dict[str, int]:
 
 
 def memory(parameters: Cell) -> int:
-    """Of a block: its weights, and three modes' intermediate results."""
+    """Of a block: its weights, and the intermediate results of one mode at a time."""
     if "width" not in parameters:
         return int(parameters.get("bytes", 0))
     width, hidden = parameters["width"], parameters["hidden"]
     weights = 4 * width * width + 3 * width * hidden
-    return 2 * (weights + 3 * parameters["rows"] * (5 * width + 3 * hidden))
+    return 2 * (weights + parameters["rows"] * (5 * width + 3 * hidden))
 
 
 def measure(parameters: Cell, options: Options) -> Cell:
