@@ -70,7 +70,7 @@ def cells(options: Options) -> dict[str, Cell]:
     block = geometry(options.scale)
     regime = {**block, "rows": max(FEWEST, ROWS // options.scale)}
     lengths = sorted({max(LEAST_ROWS, n // options.scale) for n in LENGTHS})
-    found = {
+    found: dict[str, Cell] = {
         "the split wins": {"what": "policies", "busy": False, **regime},
         "too small a block": {"what": "policies", "busy": False, **SMALL},
         "busy cores": {"what": "policies", "busy": True, **regime},

@@ -158,6 +158,9 @@ def _last_line(log: Path) -> str:
 _SHARE = re.compile(r"^fusionml: \d+ prompt tokens, (\d+)% of their linear arithmetic split$", re.MULTILINE)
 
 
+_IGNORED = re.compile(r"ratio table \S+: (\d+ entries ignored.*)")
+
+
 def split_share(log: Path) -> float | None:
     """The share of the prompts' linear arithmetic that a patched server says it split; None for stock."""
     said = _SHARE.findall(log.read_text(errors="replace"))
@@ -205,7 +208,8 @@ def ask(port: int, prompt: str, tokens: int, more: Mapping[str, Any]) -> Answer:
 
 def _read(response: Any, start: float) -> Answer:
     """The stream's events, to `[DONE]`: a stream that ends before has failed."""
-    first, text, usage = None, "", {}
+    first, text = None, ""
+    usage: dict[str, int] = {}
     for line in response:
         if not line.startswith(b"data: "):
             continue  # a keep-alive, or the blank line between two events
@@ -260,11 +264,12 @@ class Load:
 
 @dataclass(frozen=True)
 class Start:
-    """One server from its start to its end, under the load."""
+    """One server from its start to its end, under the load; `ignored` says why it did not use its table."""
 
     answers: list[Answer]
     seconds: float
     share: float | None
+    ignored: list[str]
 
 
 def measure(parameters: Cell, options: Options) -> Cell:
@@ -281,7 +286,7 @@ def measure(parameters: Cell, options: Options) -> Cell:
             log = folder / f"{turn}.log"
             with serving(every[arm], log) as server:
                 answers, seconds = made.put_on(server)
-            starts[arm].append(Start(answers, seconds, split_share(log)))
+            starts[arm].append(Start(answers, seconds, split_share(log), _IGNORED.findall(log.read_text())))
     return {
         **summary(starts),
         "transcripts": transcripts(starts, made),
@@ -346,8 +351,10 @@ def summary(starts: Mapping[str, Sequence[Start]]) -> Cell:
                     samples[arm].append(seconds)
     cell = arms.summarise(samples, STOCK)
     for arm, times in samples.items():
+        warnings = cell["arms"][arm]["warnings"]
         if not times:
-            cell["arms"][arm]["warnings"].append("no prompt was answered by every arm")
+            warnings.append("no prompt was answered by every arm")
+        warnings += [f"its table: {why}" for start in starts[arm] for why in start.ignored]
     return cell
 
 
