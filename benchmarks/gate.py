@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -287,7 +288,8 @@ def busy_cores() -> Iterator[None]:
     """Other processes that keep all cores but one busy, and at least one."""
     with contextlib.ExitStack() as running:
         for _ in range(max(1, machine.cores() - 1)):
-            running.enter_context(leashed([sys.executable, "-c", "while True: pass"]))
+            loop = [sys.executable, "-c", "while True: pass"]
+            running.enter_context(leashed(loop, stderr=subprocess.DEVNULL))
         time.sleep(WARM)
         yield
 
@@ -317,20 +319,25 @@ def own_cost(parameters: Cell, options: Options, calls: int = 2000) -> Cell:
     model.eval()
     x = mx.zeros((1, 512, 128))
     mx.eval(x, model.parameters())
-    samples: dict[str, list[float]] = {"gate off": [], "gate on": []}
-    for name, given in (("gate off", OFF), ("gate on", ON)):
-        with patched(**given, ratio=0.5):
-            session().known.add(model, from_loader=False)
-            known = session().known.find(layer)
-            control = session().control(known, x.dtype, 512)
-            while control.learning:
-                mx.eval(model(x))
-            for _ in range(options.samples):
-                start = time.perf_counter()
-                for _ in range(calls):
-                    forwards.ask(session(), known, layer, x)
-                samples[name].append((time.perf_counter() - start) / calls)
+    session().known.add(model, from_loader=False)
+    settings = {"gate off": OFF, "gate on": ON, "gate off again": OFF}
+    samples: dict[str, list[float]] = {name: [] for name in settings}
+    for name in order(list(settings), options.samples):
+        with patched(**settings[name], ratio=0.5):
+            samples[name].append(_asking(layer, x, calls))
     return arms.summarise(samples, "gate off")
+
+
+def _asking(layer: nn.Linear, x: mx.array, calls: int) -> float:
+    """Seconds of one call's question, once the site has chosen."""
+    known = session().known.find(layer)
+    control = session().control(known, x.dtype, x.shape[-2])
+    while control.learning:
+        mx.eval(layer(x))
+    start = time.perf_counter()
+    for _ in range(calls):
+        forwards.ask(session(), known, layer, x)
+    return (time.perf_counter() - start) / calls
 
 
 # --- the whole library on a model

@@ -214,13 +214,12 @@ def test_own_cost_asks_the_site_with_the_gate_and_without(monkeypatch: Fixture) 
     stock = nn.Linear.__call__
     cell = gate.own_cost({}, options(gate.EXPERIMENT), calls=5)
     assert nn.Linear.__call__ is stock
-    assert asked["off"] == 3 * 5
+    assert asked["off"] == 2 * 3 * 5
     assert asked["auto"] > 3 * 5  # through its probation first
-    assert {arm: len(found["samples"]) for arm, found in cell["arms"].items()} == {
-        "gate off": 3,
-        "gate on": 3,
-    }
+    assert list(cell["arms"]) == ["gate off", "gate on", "gate off again"]
+    assert all(len(found["samples"]) == 3 for found in cell["arms"].values())
     assert cell["baseline"] == "gate off"
+    assert cell["aa"] is not None
 
 
 # --- the whole library on a model
