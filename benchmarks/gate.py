@@ -42,6 +42,8 @@ SMALL = {"width": 64, "hidden": 128, "rows": 64}
 """A block that is not worth its boundaries."""
 LEARNING, QUICK_LEARNING = 45, 20
 """Rounds at most until the gates must have chosen: three first runs, and a probation that was stretched."""
+LONGEST_PROBATION = 100
+"""Calls of one layer until its site must have chosen."""
 TOLERANCE = 3e-2
 WARM = 0.5
 """Seconds until a process that was started keeps its core busy."""
@@ -329,10 +331,12 @@ def own_cost(parameters: Cell, options: Options, calls: int = 2000) -> Cell:
 
 
 def _asking(layer: nn.Linear, x: mx.array, calls: int) -> float:
-    """Seconds of one call's question, once the site has chosen."""
+    """Seconds of one call's question, once the site has chosen; short of memory it never does."""
     known = session().known.find(layer)
     control = session().control(known, x.dtype, x.shape[-2])
-    while control.learning:
+    for _ in range(LONGEST_PROBATION):
+        if not control.learning:
+            break
         mx.eval(layer(x))
     start = time.perf_counter()
     for _ in range(calls):

@@ -15,7 +15,7 @@ from checkpoints import small_checkpoint
 from experiments import options, run
 
 from benchmarks import gate
-from fusionml import machine
+from fusionml import machine, pressure
 from fusionml.gate import POLICIES
 from fusionml.measure import order
 from fusionml.patching import session
@@ -24,6 +24,12 @@ Fixture = pytest.MonkeyPatch
 ARMS = ["stock", *POLICIES, "stock again"]
 TINY = {"width": 64, "hidden": 128, "rows": 32}
 SAMPLES = 4
+
+
+@pytest.fixture(autouse=True)
+def calm(monkeypatch: Fixture) -> None:
+    """Memory enough, whatever else runs here: under pressure no gate times anything."""
+    monkeypatch.setattr(pressure, "read", lambda: pressure.Reading(free_bytes=10**10))
 
 
 @pytest.fixture
@@ -220,6 +226,14 @@ def test_own_cost_asks_the_site_with_the_gate_and_without(monkeypatch: Fixture) 
     assert all(len(found["samples"]) == 3 for found in cell["arms"].values())
     assert cell["baseline"] == "gate off"
     assert cell["aa"] is not None
+
+
+def test_own_cost_comes_to_an_end_where_nothing_may_be_timed(monkeypatch: Fixture) -> None:
+    short = pressure.Reading(free_bytes=10**10, level="critical")
+    assert short.short
+    monkeypatch.setattr(pressure, "read", lambda: short)
+    cell = gate.own_cost({}, options(gate.EXPERIMENT), calls=5)
+    assert len(cell["arms"]["gate on"]["samples"]) == 3
 
 
 # --- the whole library on a model
