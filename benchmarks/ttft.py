@@ -189,7 +189,7 @@ def measure(parameters: Cell, options: Options) -> Cell:
     cell = _summary(runs, errors, left_out)
     cell["figures"] = {
         "model": parameters["model"],
-        "note": parameters["note"],
+        **({} if parameters["note"] is None else {"note": parameters["note"]}),
         "rounds": len(runs[STOCK]),
         "warm_ups": warm_ups,
         "settings": {arm: _shareable(given) for arm, given in bench.settings.items()},
@@ -351,5 +351,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     memory=memory,
     samples=(10, 3),
+    flop=1.0,  # lengths, not widths, are what shrinks here
     arguments=arguments,
 )
