@@ -63,7 +63,8 @@ class Experiment:
         cells: from the options to the parameters of each cell by its name, in order; computes nothing. The
             parameter `environ`, if there is one, is set in the environment of the cell's process.
         measure: one cell, in its own process: from parameters and options to what `arms.measure` or
-            `arms.summarise` returns, with `figures` and `trace` where there is more to tell.
+            `arms.summarise` returns, with `figures` and `trace` where there is more to tell; `transcripts`, a
+            list of dicts, go into a file of their own beside the result.
         memory: bytes that a cell with these parameters needs at once.
         samples: of each arm in one cell, and how many to throw away before them (Section 5.1).
         flop: floating-point operations of the largest thing that is timed many times, at the paper's size:

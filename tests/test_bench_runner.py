@@ -75,7 +75,7 @@ def test_a_cell_sees_its_own_environment_and_nothing_that_steers_fusionml(
 
 
 def test_a_cell_that_hangs_is_ended(monkeypatch: Fixture, tmp_path: Path) -> None:
-    monkeypatch.setattr(runner, "CELL_SECONDS", 5.0)
+    monkeypatch.setattr(runner, "QUICK_CELL_SECONDS", 5.0)
     _, document = runner.run(job(tmp_path, "wait", started=str(tmp_path / "started")))
     assert document["cells"][0]["error"] == "it took more than 5 s"
     _gone(int((tmp_path / "started").read_text()))
