@@ -126,7 +126,7 @@ def as_dict(figures: Figures, rows: int, *, max_ratio: float = LARGEST_RATIO) ->
 def sentence(told: dict[str, Any]) -> str:
     """`as_dict` in one line for people."""
     return (
-        f"pair model: CPU {told['cpu_us']:.1f} us/row, current {told['current_us']:.1f} us/row, "
+        f"CPU {told['cpu_us']:.1f} us/row, current {told['current_us']:.1f} us/row, "
         f"contention {told['contention']:.2f}, fixed {told['fixed_us']:.0f} us a call: "
         f"{told['predicted_speedup']:.2f}x at a CPU share of {told['predicted_ratio']:.2f} expected"
     )
