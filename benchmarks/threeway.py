@@ -51,7 +51,7 @@ def memory(parameters: Cell) -> int:
 
 
 class Units:
-    """The three units at work on one product; a program of the Neural Engine for each row count, as needed."""
+    """The three units at work on one product; a Neural Engine program for each row count."""
 
     def __init__(self, rows: int, inputs: int, outputs: int) -> None:
         generator = np.random.default_rng(0)
