@@ -16,10 +16,12 @@ the other unit down by more than it saves.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
-from .ratios import LARGEST_RATIO, composed_ratio
+from .ratios import LARGEST_RATIO, Choice, composed_ratio
 
 US = 1e-6
 
@@ -130,3 +132,92 @@ def sentence(told: dict[str, Any]) -> str:
         f"contention {told['contention']:.2f}, fixed {told['fixed_us']:.0f} us a call: "
         f"{told['predicted_speedup']:.2f}x at a CPU share of {told['predicted_ratio']:.2f} expected"
     )
+
+
+# --- beside what a calibration found
+
+
+@dataclass(frozen=True)
+class Searched:
+    """One site of a calibration: its name, the rows of its calls, and what the search found for it."""
+
+    name: str
+    rows: int
+    choice: Choice
+
+
+def explain(
+    sites: Sequence[Searched], fixed_seconds: float, *, max_ratio: float
+) -> dict[str, dict[str, Any]]:
+    """What the model says of each site whose units were both timed alone, by name, beside what was measured.
+
+    The contention of a site is the median of what the *other* sites' splits came to, so that the prediction
+    does not rest on what it is compared with; `contention_from` says so, or where else it is from.
+
+    Args:
+        sites: what was found.
+        fixed_seconds: what a boundary costs.
+        max_ratio: the largest share allowed.
+
+    Returns:
+        Of each site `as_dict` with `contention_from`, `measured_ratio` and `measured_speedup` (1 for stock).
+    """
+    alone = {site.name: rates for site in sites if (rates := _alone(site.choice)) is not None}
+    timed = [site for site in sites if site.name in alone]
+    seen = {site.name: slowed(site, fixed_seconds) for site in timed}
+    told = {}
+    for site in timed:
+        at, origin = _contention_for(site.name, seen)
+        figures = Figures(*alone[site.name], at, fixed_seconds / US)
+        told[site.name] = {
+            **as_dict(figures, site.rows, max_ratio=max_ratio),
+            "contention_from": origin,
+            "measured_ratio": site.choice.ratio,
+            "measured_speedup": 1 + site.choice.gain,
+        }
+    return told
+
+
+def _alone(choice: Choice) -> tuple[float, float] | None:
+    """Microseconds a row of (CPU, current stream) alone; None where the search did not time both."""
+    if not choice.cpu_rate or not choice.current_rate:
+        return None
+    return 1 / choice.cpu_rate / US, 1 / choice.current_rate / US
+
+
+def _contention_for(name: str, seen: Mapping[str, float | None]) -> tuple[float, str]:
+    """A site's contention and where it is from."""
+    others = [found for other, found in seen.items() if other != name and found is not None]
+    if others:
+        return median(others), "the other sites"
+    own = seen[name]
+    if own is not None:
+        return own, "this site's own split"
+    return 1.0, "nowhere, no split was timed: what is expected is a bound"
+
+
+def slowed(site: Searched, fixed_seconds: float) -> float | None:
+    """The contention that a site's chosen split came to; None where it is stock."""
+    choice = site.choice
+    if not (choice.ratio and choice.seconds and choice.cpu_rate and choice.current_rate):
+        return None
+    cpu = choice.ratio * site.rows / choice.cpu_rate
+    current = (1 - choice.ratio) * site.rows / choice.current_rate
+    return contention(cpu, current, max(choice.seconds - fixed_seconds, US))
+
+
+def render(told: Mapping[str, dict[str, Any]]) -> str:
+    """`explain` for people."""
+    columns = f"{'CPU us/row':>11}{'current':>9}{'contention':>11}{'fixed us':>9}"
+    head = f"{'site':60}{columns}  {'expected':14}measured"
+    lines = [
+        f"{name:60}{site['cpu_us']:>11.1f}{site['current_us']:>9.1f}{site['contention']:>11.2f}"
+        f"{site['fixed_us']:>9.0f}  {_at(site, 'predicted'):14}{_at(site, 'measured')}"
+        for name, site in told.items()
+    ]
+    origins = sorted({site["contention_from"] for site in told.values()})
+    return "\n".join([head, *lines, *(f"contention is from {origin}" for origin in origins)])
+
+
+def _at(site: dict[str, Any], what: str) -> str:
+    return f"{site[f'{what}_speedup']:.2f}x at {site[f'{what}_ratio']:.2f}"
