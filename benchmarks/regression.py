@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 RESAMPLES = 2000
 
+Floats = NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Line:
@@ -44,21 +46,19 @@ def fit(samples: Mapping[int, Sequence[float]], *, seed: int = 0) -> Line:
     rows = np.array(sorted(samples), dtype=float)
     times = [np.asarray(samples[int(n)], dtype=float) for n in rows]
     middle = np.array([np.median(t) for t in times])
-    fixed, per_row = _line(rows, middle)
+    fixed, per_row = (float(value[0]) for value in _lines(rows, middle[None]))
     generator = np.random.default_rng(seed)
-    again = np.array(
-        [
-            _line(rows, np.array([np.median(generator.choice(t, len(t))) for t in times]))
-            for _ in range(RESAMPLES)
-        ]
-    )
-    low, high = np.quantile(again, [0.025, 0.975], axis=0)
+    picks = [t[generator.integers(len(t), size=(RESAMPLES, len(t)))] for t in times]
+    again = _lines(rows, np.stack([np.median(p, axis=1) for p in picks], axis=1))
+    (fixed_low, fixed_high), (low, high) = (np.quantile(value, [0.025, 0.975]) for value in again)
     off = float(np.max(np.abs(fixed + per_row * rows - middle) / middle))
-    return Line(fixed, (float(low[0]), float(high[0])), per_row, (float(low[1]), float(high[1])), off)
+    return Line(fixed, (float(fixed_low), float(fixed_high)), per_row, (float(low), float(high)), off)
 
 
-def _line(rows: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[float, float]:
-    """Offset and slope of least squares, relative to the times."""
-    design = np.stack([np.ones_like(rows), rows], axis=1) / seconds[:, None]
-    (fixed, per_row), *_ = np.linalg.lstsq(design, np.ones_like(rows), rcond=None)
-    return float(fixed), float(per_row)
+def _lines(rows: Floats, seconds: Floats) -> tuple[Floats, Floats]:
+    """Offsets and slopes of least squares, relative to the times, one line for each row of `seconds`."""
+    one, n = 1 / seconds, rows / seconds
+    aa, ab, bb = (np.sum(x * y, axis=1) for x, y in ((one, one), (one, n), (n, n)))
+    a, b = one.sum(axis=1), n.sum(axis=1)
+    size = aa * bb - ab**2
+    return (a * bb - b * ab) / size, (b * aa - a * ab) / size
