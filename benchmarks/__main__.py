@@ -122,7 +122,7 @@ def options(chosen: Experiment, args: argparse.Namespace) -> tuple[Options, list
     factor, notes = args.scale, []
     if factor == 0:
         rate = scale.gflops()
-        factor = scale.choose(rate, args.quick)
+        factor = scale.choose(rate, chosen.flop, args.quick)
         if factor > 1:
             notes.append(f"the paper's sizes divided by {factor}: this machine computes {rate:.1f} GFLOP/s")
     elif factor > 1:

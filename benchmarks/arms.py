@@ -27,11 +27,13 @@ Call = Callable[[], Any]
 class Arm:
     """One way: `call` returns an array, or a tree of arrays, that is evaluated inside the timing.
 
-    `within` is entered before the clock starts and left after it stops, e.g. `fusionml.patched`.
+    `within` is entered before the clock starts and left after it stops, e.g. `fusionml.patched`. An arm that
+    does a part of the work only is not to `compare`: its result is not the baseline's.
     """
 
     call: Call
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    compare: bool = True
 
 
 @dataclass
@@ -150,6 +152,11 @@ def _arm(times: Sequence[float]) -> dict[str, Any]:
     return {"samples": list(times), "median": median(times), "warnings": unstable(times)}
 
 
+def cpu_types(dtype: mx.Dtype) -> tuple[str, ...]:
+    """What the CPU's rows may be computed in: half types in float32 as well."""
+    return ("native", "float32") if dtype in split.HALF_TYPES else ("native",)
+
+
 # --- verification
 
 
@@ -171,7 +178,7 @@ def _check(arm: Arm, reference: Sequence[np.ndarray], tolerance: float | None) -
         found, peak = _run(arm)
     except (RuntimeError, ValueError) as refusal:
         return Checked(refused=str(refusal))
-    error = max(map(relative_error, found, reference), default=None)
+    error = max(map(relative_error, found, reference), default=None) if arm.compare else None
     checked = Checked(error, peak)
     if tolerance is not None and error is not None and not error <= tolerance:
         checked.refused = f"it differs from the baseline by {error:.2g}, more than {tolerance:.2g}"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import experiment
+from fusionml import machine
 
 
 def main() -> int:
@@ -25,11 +26,13 @@ def main() -> int:
     threading.Thread(target=_die_with_the_runner, daemon=True).start()
     sys.stdout = sys.stderr  # what a library prints is not the runner's table
     answer: dict[str, Any]
+    others = machine.OtherLoad()
     try:
         answer = {"result": _measure(request), "error": None}
     except BaseException as error:
         traceback.print_exc()
         answer = {"result": None, "error": last_line(error)}
+    answer["others"] = others.share()
     Path(request["answer"]).write_text(json.dumps(answer))
     return 0
 

@@ -12,6 +12,8 @@ Cell = dict[str, Any]
 """One cell's parameters or its result: plain data that JSON can hold."""
 
 QUICK_SHARE = 10
+BLOCK_FLOP = 3.6e12
+"""One Llama-3-8B block at 8192 rows."""
 LEAST_SAMPLES = 3
 
 NAMES = {
@@ -64,6 +66,8 @@ class Experiment:
             `arms.summarise` returns, with `figures` and `trace` where there is more to tell.
         memory: bytes that a cell with these parameters needs at once.
         samples: of each arm in one cell, and how many to throw away before them (Section 5.1).
+        flop: floating-point operations of the largest thing that is timed many times, at the paper's size:
+            by them `--scale 0` chooses.
         arguments: adds flags of its own; none of them may be required.
         unavailable: why this machine cannot run it at all.
     """
@@ -75,6 +79,7 @@ class Experiment:
     measure: Callable[[Cell, Options], Cell]
     memory: Callable[[Cell], int]
     samples: tuple[int, int] = (50, 10)
+    flop: float = BLOCK_FLOP
     arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
     unavailable: Callable[[], str | None] = available
 

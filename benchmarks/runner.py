@@ -22,6 +22,7 @@ from typing import Any
 
 from benchmarks.experiment import NAMES, Cell, Experiment, Options
 from fusionml import machine, pressure
+from fusionml.session import BUSY
 from fusionml.settings import names, variable
 
 VERSION = 1
@@ -83,7 +84,7 @@ def run(job: Run, progress: Progress = lambda what, done, planned: None) -> tupl
         if number:
             time.sleep(job.cool_down)
         cell = _run_cell(job, name, parameters, needed[name], document)
-        document["warnings"] += _heat(cell)
+        document["warnings"] += _disturbed(cell)
         document["cells"].append(cell)
         write(file, document)
     progress("done", len(cells), len(cells))
@@ -134,16 +135,23 @@ def _run_cell(job: Run, name: str, parameters: Cell, needed: int, document: Docu
         "status": "failed" if result is None else "done",
         "error": answer["error"],
         "seconds": time.perf_counter() - started,
-        "environment": {"start": before, "end": machine.conditions()},
+        "environment": {
+            "start": before,
+            "end": machine.conditions(),
+            "others": answer.get("others"),
+        },
         **({} if result is None else {**EMPTY, **result}),
     }
 
 
-def _heat(cell: Cell) -> list[str]:
-    """A warning where the system says that the clock may have been throttled."""
+def _disturbed(cell: Cell) -> list[str]:
+    """Warnings where the clock may have been throttled or other programs were in the way."""
     found = {cell["environment"][moment]["thermal"] for moment in ("start", "end")}
-    hot = sorted(state for state in found if state not in COOL)
-    return [f"{cell['name']}: the thermal state was {' and '.join(hot)}"] if hot else []
+    hot, others = sorted(state for state in found if state not in COOL), cell["environment"]["others"]
+    warnings = [f"{cell['name']}: the thermal state was {' and '.join(hot)}"] if hot else []
+    if others is not None and others > BUSY:
+        warnings.append(f"{cell['name']}: other programs used {others:.0%} of the CPU")
+    return warnings
 
 
 # --- one process

@@ -142,6 +142,13 @@ def test_a_tree_of_arrays_is_compared_whole() -> None:
     assert result["errors"]["wrong"] == 1.0
 
 
+def test_a_part_of_the_work_is_timed_without_comparing(clock: Clock) -> None:
+    part = Arm(costing(clock, 1.0, 9.0), compare=False)
+    result = arms.measure({"stock": costing(clock, 2.0), "part": part}, options(), tolerance=0.1)
+    assert result["errors"] == {"part": None}
+    assert result["ratios"]["part"]["value"] == 2.0
+
+
 def test_arrays_are_computed_inside_the_timing_and_peak_memory_is_told() -> None:
     x = mx.random.normal((160, 160))
     mx.eval(x)

@@ -162,17 +162,18 @@ def test_counts(usual: tuple[int, int], quick: bool, asked: int | None, found: t
 
 
 def test_machines_of_the_papers_kind_are_not_scaled() -> None:
-    assert scale.choose(2600.0, quick=False) == 1
-    assert scale.choose(1000.0, quick=False) == 1
+    assert scale.choose(2600.0, experiment.BLOCK_FLOP, quick=False) == 1
+    assert scale.choose(720.0, 100 * experiment.BLOCK_FLOP, quick=False) == 1
 
 
-@given(st.floats(0.5, 700), st.booleans())
-def test_a_smaller_machine_is_scaled_just_enough(rate: float, quick: bool) -> None:
-    factor = scale.choose(rate, quick)
+@given(st.floats(0.5, 700), st.floats(1e9, 1e13), st.booleans())
+def test_a_smaller_machine_is_scaled_just_enough(rate: float, flop: float, quick: bool) -> None:
+    factor = scale.choose(rate, flop, quick)
     aim = scale.QUICK_SECONDS if quick else scale.SMALL_SECONDS
-    seconds = scale.PAPER_FLOP / (rate * 1e9)
-    assert seconds / factor**3 <= aim < seconds / (factor / 2) ** 3
-    assert scale.choose(rate, True) >= scale.choose(rate, False)
+    seconds = flop / (rate * 1e9)
+    assert seconds / factor**3 <= aim
+    assert factor == 1 or seconds / (factor / 2) ** 3 > aim
+    assert scale.choose(rate, flop, True) >= scale.choose(rate, flop, False)
 
 
 def test_the_rate_is_measured_and_said(monkeypatch: Fixture) -> None:

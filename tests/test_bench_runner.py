@@ -205,6 +205,17 @@ def test_heat_is_a_warning(monkeypatch: Fixture, tmp_path: Path) -> None:
     assert document["warnings"] == ["error: the thermal state was heavy"]
 
 
+def test_other_programs_in_the_way_are_a_warning(monkeypatch: Fixture, tmp_path: Path) -> None:
+    answers = iter([0.5, 0.1, None])
+    monkeypatch.setattr(
+        runner, "_in_a_process", lambda *_: {"result": {}, "error": None, "others": next(answers)}
+    )
+    _, document = runner.run(job(tmp_path, "fine", "error", "nan"))
+    assert document["warnings"] == ["fine: other programs used 50% of the CPU"]
+    assert [c["environment"]["others"] for c in document["cells"]] == [0.5, 0.1, None]
+    assert schema.problems(document) == []
+
+
 # --- names and paths
 
 
