@@ -106,5 +106,6 @@ EXPERIMENT = Experiment(
     cells=cells,
     measure=measure,
     memory=memory,
+    flop=2.0 * ROWS[-1] * INPUTS * OUTPUTS,
     unavailable=coreml.unavailable,
 )

@@ -94,14 +94,9 @@ def spd(n: int) -> mx.array:
 
 
 def cells(options: Options) -> dict[str, Cell]:
-    sizes = sorted({max(LEAST_SIZE, n // _divisor(options.scale)) for n in SIZES})
-    block = max(LEAST_BLOCK, BLOCK // _divisor(options.scale))
+    sizes = sorted({max(LEAST_SIZE, n // options.scale) for n in SIZES})
+    block = max(LEAST_BLOCK, BLOCK // options.scale)
     return {f"{n} x {n}": {"n": n, "block": options.extra.get("block") or min(block, n // 4)} for n in sizes}
-
-
-def _divisor(scale: int) -> int:
-    """The arithmetic is far less than a block's of a model, so a small machine need not shrink it as much."""
-    return max(1, scale // 8)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,5 +156,6 @@ EXPERIMENT = Experiment(
     cells=cells,
     measure=measure,
     memory=memory,
+    flop=SIZES[-1] ** 3 / 3,
     arguments=arguments,
 )

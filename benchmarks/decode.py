@@ -7,23 +7,24 @@ pay. A single row, which is decoding proper, has nothing to split: it shows what
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
-from mlx_lm.models.llama import TransformerBlock
 
-from benchmarks import arms, pair_model
+from benchmarks import arms, library, pair_model
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
-from benchmarks.training import DTYPES, HIDDEN, LEAST_WIDTH, WIDTH, default_ratio, geometry
-from fusionml import loading, machine, patched, status
+from benchmarks.geometries import GEOMETRIES, bytes_needed, stack
+from benchmarks.shares import add_ratio, share
+from fusionml import loading, patched, status
 from fusionml.blocks import split_twin
+from fusionml.calibrate import TOLERANCE
 from fusionml.pair_model import sentence
 from fusionml.settings import Settings
 
+GEOMETRY = "Llama-3-8B"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 QUICK_ROWS = (1, 4, 16, 64, 256)
 THRESHOLD = Settings().min_rows
@@ -31,8 +32,6 @@ CONTEXT = 32
 """Tokens that the model has read before."""
 TOKENS = 200
 """Ids that every vocabulary has."""
-TOLERANCE = {"float32": 1e-3, "float16": 3e-3, "bfloat16": 2.4e-2}
-"""Of one block, relative to its largest output: float16's is the paper's."""
 MODEL_TOLERANCE = 0.15
 """Of a whole model's logits: in bfloat16 each layer adds its rounding. Wrong rows would be off by 1."""
 
@@ -41,12 +40,13 @@ MODEL_TOLERANCE = 0.15
 
 
 def cells(options: Options) -> dict[str, Cell]:
-    dtype = "float32" if machine.backend() == "cpu" else "float16"
+    geometry = GEOMETRIES[GEOMETRY].scaled(options.scale)
     block = {
         "what": "block",
-        "width": max(LEAST_WIDTH, WIDTH // options.scale),
-        "hidden": max(LEAST_WIDTH, HIDDEN // options.scale),
-        "dtype": dtype,
+        "scale": options.scale,
+        "hidden": geometry.hidden,
+        "intermediate": geometry.intermediate,
+        "dtype": library.dtype_name(options),
     }
     model = {"what": "model", "model": options.extra.get("model")}
     rows = QUICK_ROWS if options.quick else ROWS
@@ -60,16 +60,16 @@ def cells(options: Options) -> dict[str, Cell]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="folder or hub id (default: a small one made on the spot)")
-    parser.add_argument("--ratio", type=float, help="CPU share (default: the machine's built-in)")
+    library.add_model(parser)
+    parser.add_argument("--dtype", choices=library.DTYPES, help="of the block (default: as `block` has it)")
+    add_ratio(parser)
 
 
-def memory(parameters: Cell) -> int:
-    if parameters["what"] == "block":
-        width, hidden = parameters["width"], parameters["hidden"]
-        return 4 * (4 * width * width + 3 * width * hidden + parameters["rows"] * (8 * width + 4 * hidden))
-    folder = Path(parameters["model"] or "")
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if parameters["model"] else 0
+def memory(cell: Cell) -> int:
+    if cell["what"] == "model":
+        return library.memory_of_model(cell)
+    geometry = GEOMETRIES[GEOMETRY].scaled(cell["scale"])
+    return bytes_needed(geometry, 1, cell["rows"], getattr(mx, cell["dtype"]).size, fused=False)
 
 
 # --- one cell
@@ -106,19 +106,17 @@ _Made = tuple[dict[str, Arm], float, str, dict[str, Any]]
 
 def _block(parameters: Cell) -> _Made:
     """Stock and split of one block, what they may differ by, their type, and what is told of them."""
-    mx.random.seed(0)
-    dtype = DTYPES[parameters["dtype"]]
-    block = TransformerBlock(geometry(parameters["width"], parameters["hidden"]))
-    block.set_dtype(dtype)
-    x = mx.random.normal((1, parameters["rows"], parameters["width"])).astype(dtype)
-    ratio = default_ratio(dtype) if parameters["ratio"] is None else parameters["ratio"]
+    dtype = getattr(mx, parameters["dtype"])
+    block = stack(GEOMETRIES[GEOMETRY].scaled(parameters["scale"]), 1, dtype)
+    x = mx.random.normal((1, parameters["rows"], parameters["hidden"]), key=mx.random.key(0)).astype(dtype)
+    ratio = share(parameters, dtype)
     twin = split_twin(block, ratio)
     mx.eval(x, block.parameters())
     told: dict[str, Any] = {"ratio": ratio}
     if parameters["rows"] > 1:
-        expected = pair_model.beside(x, block.mlp.gate_proj.weight)
+        expected = pair_model.beside(x, block.blocks[0].mlp.gate_proj.weight)
         told |= {"pair": expected, "pair model": sentence(expected)}
-    ways = {"stock": Arm(lambda: block(x, "causal")), "split": Arm(lambda: twin(x, "causal"))}
+    ways = {"stock": Arm(lambda: block(x)), "split": Arm(lambda: twin(x))}
     return ways, TOLERANCE[parameters["dtype"]], parameters["dtype"], told
 
 
@@ -128,7 +126,7 @@ def _model(parameters: Cell) -> _Made:
         model, _, _, name = loading.load(parameters["model"])
     linears = [module for _, module in model.named_modules() if isinstance(module, nn.Linear)]
     dtype = linears[0].weight.dtype if linears else mx.bfloat16
-    ratio = default_ratio(dtype) if parameters["ratio"] is None else parameters["ratio"]
+    ratio = share(parameters, dtype)
     rows = parameters["rows"]
     tokens = mx.random.randint(0, TOKENS, (1, CONTEXT + rows), key=mx.random.key(0))
     cache = make_prompt_cache(model)

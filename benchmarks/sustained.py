@@ -14,12 +14,13 @@ from typing import Any
 import mlx.core as mx
 import psutil
 
-from benchmarks import arms, overtime, pair_model
+from benchmarks import arms, library, overtime, pair_model
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
 from benchmarks.overtime import Look
-from benchmarks.training import DTYPES, default_ratio
+from benchmarks.shares import add_ratio, share
 from fusionml import machine, split
+from fusionml.calibrate import TOLERANCE
 from fusionml.machine import attempt
 from fusionml.pair_model import sentence
 
@@ -29,13 +30,12 @@ MINUTES, QUICK_MINUTES = 5.0, 0.5
 LOOK_SECONDS = 1.0
 THERMAL_SECONDS = 5.0
 """Between two readings of the heat, each of which starts a process."""
-TOLERANCE = {"float32": 1e-3, "float16": 3e-3}
 
 
 def cells(options: Options) -> dict[str, Cell]:
     minutes = options.extra.get("minutes") or (QUICK_MINUTES if options.quick else MINUTES)
-    rows, inputs, outputs = (max(LEAST, n // max(1, options.scale // 4)) for n in (ROWS, INPUTS, OUTPUTS))
-    dtype = "float32" if machine.backend() == "cpu" else "float16"
+    rows, inputs, outputs = (max(LEAST, n // options.scale) for n in (ROWS, INPUTS, OUTPUTS))
+    dtype = library.dtype_name(options)
     name = f"{rows} x {inputs} x {outputs}, {minutes:g} minutes"
     sizes = {"rows": rows, "inputs": inputs, "outputs": outputs, "dtype": dtype}
     return {name: {**sizes, "minutes": minutes, "ratio": options.extra.get("ratio")}}
@@ -43,7 +43,8 @@ def cells(options: Options) -> dict[str, Cell]:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, help="how long the load lasts (default: 5, quick: 0.5)")
-    parser.add_argument("--ratio", type=float, help="CPU share (default: the machine's built-in)")
+    parser.add_argument("--dtype", choices=library.DTYPES, help="default: float16, float32 without a GPU")
+    add_ratio(parser)
 
 
 def memory(parameters: Cell) -> int:
@@ -53,10 +54,10 @@ def memory(parameters: Cell) -> int:
 
 def measure(parameters: Cell, options: Options) -> Cell:
     """The whole run."""
-    dtype = DTYPES[parameters["dtype"]]
+    dtype = getattr(mx, parameters["dtype"])
     x = mx.random.normal((parameters["rows"], parameters["inputs"]), key=mx.random.key(0)).astype(dtype)
     weight = mx.random.normal((parameters["outputs"], parameters["inputs"])).astype(dtype)
-    ratio = default_ratio(dtype) if parameters["ratio"] is None else parameters["ratio"]
+    ratio = share(parameters, dtype)
     told = pair_model.beside(x, weight)
     ways = {
         "stock": Arm(lambda: split.stock_linear(x, weight, None)),
@@ -119,5 +120,6 @@ EXPERIMENT = Experiment(
     cells=cells,
     measure=measure,
     memory=memory,
+    flop=2.0 * ROWS * INPUTS * OUTPUTS,
     arguments=arguments,
 )

@@ -146,6 +146,7 @@ EXPERIMENT = Experiment(
     cells=cells,
     measure=measure,
     memory=memory,
+    flop=2.0 * SHAPES[0][0] * SHAPES[0][1] * SHAPES[0][2],
     arguments=arguments,
     unavailable=coreml.unavailable,
 )

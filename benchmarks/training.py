@@ -7,7 +7,6 @@ retired claim did, and shows beside it what half precision gains without any spl
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -18,33 +17,33 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.llama import ModelArgs, TransformerBlock
 
 from benchmarks import arms, pair_model
 from benchmarks.experiment import Cell, Experiment, Options
+from benchmarks.geometries import GEOMETRIES, bytes_needed, stack
+from benchmarks.shares import add_ratio, share
 from benchmarks.split_gradients import split_training
-from fusionml import machine, split
 from fusionml.measure import paired_ratio, relative_error
 from fusionml.pair_model import sentence
-from fusionml.plans import Pair, without_table
 
-WIDTH, HIDDEN, HEAD, ROWS = 4096, 14336, 128, 2048
-LEAST_WIDTH, LEAST_ROWS = 256, 128
+GEOMETRY, ROWS, LEAST_ROWS = "Llama-3-8B", 2048, 128
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Largest error of a gradient relative to its largest value; bfloat16 has 8 bits, and sums over all rows."""
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16}
 LEARNING_RATE = 1e-4
-COPIES = 8
-"""Of the block's weights, at most: three arms, each with gradients and the optimiser's two moments."""
+COPIES = 15
+"""Of the block's weights: three arms, each with gradients, the optimiser's two moments and their update."""
 
 
 # --- cells
 
 
 def cells(options: Options) -> dict[str, Cell]:
+    geometry = GEOMETRIES[GEOMETRY].scaled(options.scale)
     sizes = {
-        "width": max(LEAST_WIDTH, WIDTH // options.scale),
-        "hidden": max(LEAST_WIDTH, HIDDEN // options.scale),
+        "scale": options.scale,
+        "hidden": geometry.hidden,
+        "intermediate": geometry.intermediate,
         "rows": max(LEAST_ROWS, ROWS // options.scale),
         "ratio": options.extra.get("ratio"),
     }
@@ -52,14 +51,9 @@ def cells(options: Options) -> dict[str, Cell]:
     return {**matched, "mixed precision": {**sizes, "dtype": "bfloat16", "against": "float32"}}
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ratio", type=float, help="CPU share (default: the machine's built-in)")
-
-
-def memory(parameters: Cell) -> int:
-    width, hidden, rows = (parameters[name] for name in ("width", "hidden", "rows"))
-    weights = 4 * width * width + 3 * width * hidden
-    return 4 * 4 * (COPIES * weights + rows * (8 * width + 4 * hidden))
+def memory(cell: Cell) -> int:
+    geometry = GEOMETRIES[GEOMETRY].scaled(cell["scale"])
+    return COPIES * 4 * geometry.weights + 3 * bytes_needed(geometry, 0, cell["rows"], 4, fused=False)
 
 
 # --- one trainee
@@ -79,7 +73,7 @@ class Trainee:
         return nn.value_and_grad(self.block, self._loss)(self.x, self.target)
 
     def _loss(self, x: mx.array, target: mx.array) -> mx.array:
-        return mx.mean((self.block(x, "causal") - target).astype(mx.float32) ** 2)
+        return mx.mean((self.block(x) - target).astype(mx.float32) ** 2)
 
     def step(self) -> list[Any]:
         """One step; what it has to compute."""
@@ -91,34 +85,17 @@ class Trainee:
         return _number(self._loss(self.x, self.target))
 
 
-def trainee(parameters: Cell, dtype: str, ratio: float | None) -> Trainee:
+def trainee(cell: Cell, dtype: str, ratio: float | None) -> Trainee:
     """The same block, batch and target each time, in `dtype`; split where there is a ratio."""
-    mx.random.seed(0)
-    width, rows = parameters["width"], parameters["rows"]
-    block = TransformerBlock(geometry(width, parameters["hidden"]))
-    x, target = mx.random.normal((2, 1, rows, width))
-    block.set_dtype(DTYPES[dtype])
+    geometry = GEOMETRIES[GEOMETRY].scaled(cell["scale"])
+    block = stack(geometry, 1, DTYPES[dtype])
+    block.train()
     if ratio is not None:
         split_training(block, ratio)
+    x, target = mx.random.normal((2, 1, cell["rows"], geometry.hidden), key=mx.random.key(0))
     made = Trainee(block, optim.AdamW(LEARNING_RATE), x.astype(DTYPES[dtype]), target.astype(DTYPES[dtype]))
     mx.eval(made.block.parameters(), made.x, made.target)
     return made
-
-
-def geometry(width: int, hidden: int) -> ModelArgs:
-    """A block of Llama-3-8B's proportions: heads of 128, four of them to each pair of K and V."""
-    heads = max(1, width // HEAD)
-    return ModelArgs(
-        model_type="llama",
-        hidden_size=width,
-        num_hidden_layers=1,
-        intermediate_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 4),
-        head_dim=HEAD,
-        rms_norm_eps=1e-5,
-        vocab_size=1,
-    )
 
 
 # --- one cell
@@ -131,7 +108,7 @@ def measure(parameters: Cell, options: Options) -> Cell:
         ArithmeticError: a loss or a gradient that is not finite, or that differs from stock's.
     """
     dtype, against = parameters["dtype"], parameters["against"]
-    ratio = default_ratio(DTYPES[dtype]) if parameters["ratio"] is None else parameters["ratio"]
+    ratio = share(parameters, DTYPES[dtype])
     trainees = {"stock": trainee(parameters, against, None), "split": trainee(parameters, dtype, ratio)}
     if dtype != against:
         trainees[f"stock {dtype}"] = trainee(parameters, dtype, None)
@@ -145,12 +122,6 @@ def measure(parameters: Cell, options: Options) -> Cell:
     }
     result["figures"] = {"ratio": ratio, "losses": losses, **_matched(result, dtype), **_expected(twin)}
     return result
-
-
-def default_ratio(dtype: mx.Dtype) -> float:
-    """The machine's built-in CPU share; the paper's 0.30 where that would be none."""
-    widened = split.resolve_cpu_dtype("auto", dtype)
-    return without_table(Pair(machine.backend(), machine.cores()), cpu_dtype=widened).ratio or 0.30
 
 
 def verify(ours: Trainee, stock: Trainee, tolerance: float) -> float:
@@ -199,7 +170,7 @@ def _matched(result: Cell, dtype: str) -> Cell:
 
 
 def _expected(made: Trainee) -> Cell:
-    told = pair_model.beside(made.x, made.block.mlp.gate_proj.weight)
+    told = pair_model.beside(made.x, made.block.blocks[0].mlp.gate_proj.weight)
     return {"pair": told, "pair model": sentence(told)}
 
 
@@ -210,5 +181,5 @@ EXPERIMENT = Experiment(
     cells=cells,
     measure=measure,
     memory=memory,
-    arguments=arguments,
+    arguments=add_ratio,
 )

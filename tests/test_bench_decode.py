@@ -13,7 +13,7 @@ from benchmarks.experiment import Options
 from fusionml import split
 
 OPTIONS = Options(quick=True, samples=2, warm_ups=1)
-BLOCK = {"what": "block", "width": 256, "hidden": 256, "dtype": "float32", "ratio": 0.5}
+BLOCK = {"what": "block", "scale": 32, "hidden": 128, "dtype": "float32", "ratio": 0.5}
 MODEL = {"what": "model", "model": None, "ratio": 0.5}
 
 

@@ -17,7 +17,7 @@ from benchmarks import split_gradients, training
 from benchmarks.experiment import Options
 from fusionml import split
 
-SMALL = {"width": 256, "hidden": 320, "rows": 96, "ratio": 0.4}
+SMALL = {"scale": 32, "hidden": 128, "intermediate": 448, "rows": 96, "ratio": 0.4}
 OPTIONS = Options(quick=True, samples=2, warm_ups=1)
 
 
@@ -172,9 +172,11 @@ def test_a_run_with_nan_is_an_error(poisoned: str) -> None:
 def test_nan_in_a_gradient_alone_and_wrong_gradients_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, stock = (training.trainee(SMALL, "float32", None) for _ in range(2))
     loss, gradients = stock.gradients()
-    monkeypatch.setattr(stock, "gradients", lambda: (loss, {"up": gradients["mlp"]["up_proj"]["weight"]}))
+    monkeypatch.setattr(
+        stock, "gradients", lambda: (loss, {"up": gradients["blocks"][0]["mlp"]["up_proj"]["weight"]})
+    )
     for factor, words in ((math.nan, "of up differs"), (1.01, "of up differs from stock's by 0.01")):
-        wrong = {"up": gradients["mlp"]["up_proj"]["weight"] * factor}
+        wrong = {"up": gradients["blocks"][0]["mlp"]["up_proj"]["weight"] * factor}
         monkeypatch.setattr(ours, "gradients", lambda wrong=wrong: (loss, wrong))
         with pytest.raises(ArithmeticError, match=words):
             training.verify(ours, stock, 1e-3)
@@ -194,4 +196,4 @@ def test_cells_match_precisions_but_for_the_one_that_does_not() -> None:
         "mixed precision": ("bfloat16", "float32"),
     }
     assert training.EXPERIMENT.name == "training"
-    assert all(training.memory(cell) > 4 * 4 * cell["width"] ** 2 for cell in cells.values())
+    assert all(training.memory(cell) > 4 * 4 * cell["hidden"] ** 2 for cell in cells.values())
