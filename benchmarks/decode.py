@@ -26,7 +26,7 @@ from fusionml.settings import Settings
 
 GEOMETRY = "Llama-3-8B"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-QUICK_ROWS = (1, 4, 16, 64, 256)
+QUICK_ROWS = (1, 16, 64, 256)
 THRESHOLD = Settings().min_rows
 CONTEXT = 32
 """Tokens that the model has read before."""
