@@ -228,18 +228,21 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--show", action="store_true", help="print the table and measure nothing")
     parser.add_argument("--clear", action="store_true", help="forget the table and measure nothing")
     parser.add_argument("--force", action="store_true", help="measure on a battery or a busy machine too")
+    parser.add_argument("--explain", action="store_true", help="say what a model of the two units expects")
     parser.add_argument("--json", action="store_true", help="print the answer as JSON")
     parser.set_defaults(command=_calibrate, ratio=None, min_rows=None, boundary=None, gate=None)
 
 
 def _calibrate(args: argparse.Namespace) -> int:
-    from . import calibrate, loading, machine
+    from . import calibrate, loading, machine, pair_model
 
     settings = _resolved(_settings(args))
     grid = _grid(args.grid)
     if args.model is not None and args.config is not None:
         raise UsageError("--model and --config exclude each other; a config needs no model")
     if args.show or args.clear:
+        if args.explain:
+            raise UsageError("--explain needs a measurement; --show and --clear make none")
         return _show_or_clear(_table(settings), args)
     rows = args.rows or DEFAULT_ROWS
     try:
@@ -253,12 +256,29 @@ def _calibrate(args: argparse.Namespace) -> int:
         model, _, _, name = loading.load(args.model)
     options = {"rows": rows, "budget": args.budget, "grid": grid, "made_up": made_up}
     outcomes, path = _measure(model, name, args.name, settings, args.force, **options)
+    explained = _explained(outcomes) if args.explain else None
     if args.json:
         answer = {"model": name, "table": path, "environment": machine.stamp()}
+        answer |= {} if explained is None else {"pair_model": explained}
         print(json.dumps({**answer, "sites": [calibrate.as_dict(o) for o in outcomes]}, indent=1))
     else:
         print(calibrate.render(outcomes))
+        if explained is not None:
+            print("\n" + pair_model.render(explained))
     return 0
+
+
+def _explained(outcomes: list[Any]) -> dict[str, dict[str, Any]]:
+    """What the pair model expects of each site, from the figures that its search took."""
+    from . import pair_model, split
+    from .timing import boundary_seconds
+
+    sites = [
+        pair_model.Searched(f"{found.site.key()} ({found.rows} rows)", found.rows, found.choice)
+        for found in outcomes
+        if found.choice is not None
+    ]
+    return pair_model.explain(sites, boundary_seconds(), max_ratio=split.max_ratio())
 
 
 def _measure(
