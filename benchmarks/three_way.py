@@ -141,23 +141,14 @@ class ThreeWaySearch:
         return None
 
     def _neighbours(self, shares: Shares, stride: int) -> list[Shares]:
-        """Moves of `stride` steps, or of what there is: from one unit to another, from all others to one.
-
-        Where two units are the slowest together, only taking from both makes the call faster.
-        """
-        units = range(len(shares))
-        moves: list[tuple[tuple[int, ...], int]] = [
-            ((giver,), taker) for giver, taker in permutations(units, 2)
-        ]
-        moves += [(tuple(unit for unit in units if unit != taker), taker) for taker in units]
+        """Every move of `stride` steps, or of what there is, from one unit to another."""
         found = []
-        for givers, taker in dict.fromkeys(moves):
-            changed = list(shares)
-            for giver in givers:
-                moved = min(stride, changed[giver])
+        for giver, taker in permutations(range(len(shares)), 2):
+            moved = min(stride, shares[giver])
+            if moved:
+                changed = list(shares)
                 changed[giver] -= moved
                 changed[taker] += moved
-            if tuple(changed) != shares:
                 found.append(tuple(changed))
         return found
 

@@ -255,7 +255,8 @@ def test_a_limit_holds_for_this_program_and_its_children_and_leaves_nothing() ->
         "    inside = open('/proc/self/cgroup').read()\n"
         "    print(subprocess.run([sys.executable, '-c', hungry]).returncode)\n"
         "print(subprocess.run([sys.executable, '-c', 'b = bytes(300 << 20)']).returncode)\n"
-        "print(f'fusionml-{os.getpid()}' in inside, 'fusionml-' in open('/proc/self/cgroup').read(), os.getpid())\n"
+        "after = open('/proc/self/cgroup').read()\n"
+        "print(f'fusionml-{os.getpid()}' in inside, 'fusionml-' in after, os.getpid())\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
