@@ -1,0 +1,249 @@
+"""The pictures of measured cells, and the tables that say the same in figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks import report_svg as svg
+from benchmarks import report_text as say
+from benchmarks.report_cells import SPEEDUP, Measured
+from benchmarks.report_page import Picture, Table
+from benchmarks.report_paper import Figure, Paper, spans
+from benchmarks.report_read import Cell, number
+
+LENGTHS = ("rows", "tokens", "prompt_tokens", "length", "blocks", "depth", "layers", "n", "size", "clients")
+"""Parameters that a picture may run along, first come first served."""
+STOCK = "1: as fast as the baseline"
+_TRACE_X = ("call", "minutes", "minute", "elapsed", "elapsed_seconds", "at", "start", "index")
+_TRACE_Y = ("speedup", "ratio", "seconds", "duration", "time")
+_TRACE_SERIES = ("arm", "mode", "policy", "series", "name")
+_MOST_SERIES = 6
+_MOST_ROWS = 24
+
+
+# --- a speedup along a parameter
+
+
+@dataclass(frozen=True)
+class Line:
+    """The speedups of one arm along one parameter, all other parameters the same.
+
+    `panel` names the picture that it belongs in; `figures` are the paper's beside its points.
+    """
+
+    machine: str
+    panel: str
+    label: str
+    points: tuple[svg.Point, ...]
+    figures: tuple[Figure, ...]
+
+
+def along(cells: Sequence[Measured], prefer: Sequence[str] = LENGTHS) -> str | None:
+    """The parameter to draw along: the first that takes several values, else the first that there is."""
+    values: dict[str, set[float]] = {key: set() for key in prefer}
+    for one in cells:
+        for key in prefer:
+            found = number(one.cell.parameters.get(key))
+            if found is not None:
+                values[key].add(found)
+    several = [key for key in prefer if len(values[key]) > 1]
+    return next(iter(several or [key for key in prefer if values[key]]), None)
+
+
+def lines_of(
+    machine: str, cells: Sequence[Measured], key: str, panel: Sequence[str], paper: Paper
+) -> list[Line]:
+    """The cells as lines along `key`; parameters named in `panel` tell pictures apart, the others lines."""
+    done = [one for one in cells if one.cell.done and number(one.cell.parameters.get(key)) is not None]
+    varied = _varied([one.cell.parameters for one in done]) - {key}
+    points: dict[tuple[str, str], list[svg.Point]] = {}
+    figures: dict[tuple[str, str], dict[str, Figure]] = {}
+    for one in done:
+        values = one.cell.parameters
+        named = say.parameters({name: values[name] for name in panel if name in values})
+        rest = say.parameters({n: v for n, v in values.items() if n in varied and n not in panel})
+        for arm, ratio in one.cell.ratios.items():
+            line = named, f"{arm} ({rest})" if rest else arm
+            point = svg.Point(float(values[key]), ratio.value, ratio.low, ratio.high)
+            points.setdefault(line, []).append(point)
+            beside = paper.beside(one.run.experiment, one.cell.name, arm, values)
+            figures.setdefault(line, {}).update({figure.id: figure for figure in beside})
+    return [
+        Line(machine, *line, tuple(sorted(found, key=lambda p: p.x)), tuple(figures[line].values()))
+        for line, found in points.items()
+    ]
+
+
+def _varied(parameters: Sequence[dict[str, Any]]) -> set[str]:
+    """Parameters that are not the same everywhere."""
+    names = {name for values in parameters for name in values}
+    return {n for n in names if len({json.dumps(v.get(n), sort_keys=True) for v in parameters}) > 1}
+
+
+def panels(lines: Sequence[Line], label: str) -> Iterator[Picture]:
+    """A picture for each machine and panel: curves where there are several points, else rows."""
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((line.machine, line.panel), []).append(line)
+    for (machine, panel), found in groups.items():
+        caption = f"{machine}{': ' if panel else ''}{panel}"
+        for start in range(0, len(found), _MOST_SERIES):
+            part = found[start : start + _MOST_SERIES]
+            curves = any(len(line.points) > 1 for line in part)
+            yield Picture(_curves(caption, part, label) if curves else _points(caption, part, label), caption)
+
+
+def _curves(caption: str, lines: Sequence[Line], label: str) -> Any:
+    bands = {f.id: f for line in lines for f in line.figures}.values()
+    logarithmic = all(point.x > 0 for line in lines for point in line.points)
+    return svg.lines(
+        caption,
+        [svg.Series(line.label, line.points) for line in lines],
+        svg.Axis(label, log=logarithmic),
+        svg.Axis(f"speedup (dashed: {STOCK})", reference=1.0, bands=_bands(bands)),
+    )
+
+
+def _bands(figures: Iterable[Figure]) -> list[svg.Band]:
+    """The paper's ranges; several single figures are one range, or they would cover each other."""
+    ranges = [f for f in figures if f.low is not None and f.high is not None]
+    wide = [svg.Band(f"paper, Apple: {f.shown}", f.low, f.high) for f in ranges if f.low != f.high]  # type: ignore[arg-type]
+    single = [f.low for f in ranges if f.low == f.high and f.low is not None]
+    if single:
+        wide.append(
+            svg.Band(
+                f"paper, Apple: {say.plain(min(single))} to {say.plain(max(single))}x",
+                min(single),
+                max(single),
+            )
+        )
+    return wide
+
+
+def _points(caption: str, lines: Sequence[Line], label: str) -> Any:
+    rows = []
+    for line in lines:
+        for p in line.points:
+            shown = f"{say.times(p.y)}" if p.low is None or p.high is None else _with_interval(p)
+            rows.append(svg.Row(f"{line.label}, {label} {p.x:g}", shown, p.y, p.low, p.high))
+    figures = {f.id: f for line in lines for f in line.figures}.values()
+    return svg.intervals(
+        caption, [*rows, *paper_rows(figures)], svg.Axis("speedup", reference=1.0, reference_label=STOCK)
+    )
+
+
+def _with_interval(p: svg.Point) -> str:
+    return f"{say.times(p.y)} [{say.plain(p.low or 0)}, {say.plain(p.high or 0)}]"
+
+
+def paper_rows(figures: Iterable[Figure]) -> list[svg.Row]:
+    """The paper's speedups as rows to stand below the measured ones."""
+    return [
+        svg.Row(
+            f"paper: {f.what} ({', '.join(f.machines) or 'machine not named'})",
+            f.shown,
+            f.low if f.low == f.high else None,
+            f.low,
+            f.high,
+            "paper",
+        )
+        for f in figures
+        if f.low is not None and f.high is not None
+    ]
+
+
+def by_length(
+    experiment: str,
+    caption: str,
+    lines: Sequence[Line],
+    key: str,
+    paper: Paper,
+    usual: Sequence[float],
+    measured: Iterable[str],
+) -> Table:
+    """Machines down, lengths across; the paper's machines are there before they were measured.
+
+    `usual` are the paper's lengths, and `measured` the names of its machines that `lines` already hold.
+    """
+    xs = sorted({p.x for line in lines for p in line.points} or set(usual))
+    rows = []
+    for line in lines:
+        at = {p.x: p for p in line.points}
+        shown = [say.NONE if x not in at else _cell_of(at[x]) for x in xs]
+        beside = "; ".join(f.shown for f in line.figures) or say.NONE
+        rows.append((line.machine, ", ".join(filter(None, (line.panel, line.label))), *shown, beside))
+    done = set(measured)
+    for machine in paper.machines:
+        if machine.name not in done:
+            figures = [f for f in paper.of(experiment) if f.is_speedup and machine.name in f.machines]
+            rows.append((machine.shown, "any", *([say.NOT_YET] * len(xs)), spans(figures)))
+    return Table(caption, ("machine", "arm", *(f"{key} {x:g}" for x in xs), "paper, Apple"), rows)
+
+
+def _cell_of(p: svg.Point) -> str:
+    return say.times(p.y) if p.low is None or p.high is None else _with_interval(p)
+
+
+# --- one row an arm
+
+
+def speedup_rows(cells: Sequence[Measured], paper: Paper, figures: Sequence[Figure] = ()) -> list[svg.Row]:
+    """A row for every arm of every cell, then the paper's figures for them."""
+    beside: dict[str, Figure] = {figure.id: figure for figure in figures}
+    rows = []
+    for one in cells:
+        for arm, ratio in one.cell.ratios.items():
+            label = f"{one.cell.name}: {arm}"
+            rows.append(svg.Row(label, say.speedup(ratio), ratio.value, ratio.low, ratio.high))
+            found = paper.beside(one.run.experiment, one.cell.name, arm, one.cell.parameters)
+            beside.update({figure.id: figure for figure in found})
+    return [*rows, *paper_rows(beside.values())] if rows else []
+
+
+def speedups(
+    machine: str, cells: Sequence[Measured], paper: Paper, figures: Sequence[Figure] = ()
+) -> list[Picture]:
+    """As many pictures as the rows need; none where nothing was measured."""
+    rows = speedup_rows(cells, paper, figures)
+    axis = svg.Axis(SPEEDUP, reference=1.0, reference_label="the same")
+    parts = [rows[start : start + _MOST_ROWS] for start in range(0, len(rows), _MOST_ROWS)]
+    return [Picture(svg.intervals(machine, part, axis), machine) for part in parts]
+
+
+# --- what happened over a cell's time
+
+
+def trace_picture(machine: str, cell: Cell) -> Picture | None:
+    """A cell's trace, drawn; None where it holds no figures along calls or time."""
+    x, y = (_first(cell.trace, keys) for keys in (_TRACE_X, _TRACE_Y))
+    if y is None:
+        return None
+    kind = next((k for k in _TRACE_SERIES if any(isinstance(e.get(k), str) for e in cell.trace)), None)
+    series: dict[str, list[svg.Point]] = {}
+    for place, entry in enumerate(cell.trace, 1):
+        at, value = number(entry.get(x)) if x else float(place), number(entry.get(y))
+        if at is not None and value is not None:
+            name = str(entry.get(kind) or "other") if kind else say.words(y)
+            series.setdefault(name, []).append(svg.Point(at, value))
+    shown = [svg.Series(name, points) for name, points in list(series.items())[:_MOST_SERIES]]
+    if not shown:
+        return None
+    axis_y = svg.Axis(say.words(y), reference=1.0 if y in ("speedup", "ratio") else None)
+    title = f"{machine}: {cell.name}"
+    return Picture(svg.lines(title, shown, svg.Axis(say.words(x or "call")), axis_y), title)
+
+
+def _first(trace: Sequence[dict[str, Any]], keys: Sequence[str]) -> str | None:
+    return next((key for key in keys if any(number(entry.get(key)) is not None for entry in trace)), None)
+
+
+def trace_table(machine: str, cell: Cell) -> Table | None:
+    """Every entry of a trace."""
+    names = list(dict.fromkeys(name for entry in cell.trace for name in entry))[:8]
+    if not names:
+        return None
+    rows = [tuple(say.figure(name, entry.get(name)) for name in names) for entry in cell.trace[:200]]
+    return Table(f"Trace of {cell.name}, {machine}", [say.words(name) for name in names], rows, folded=True)
