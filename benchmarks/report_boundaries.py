@@ -9,10 +9,11 @@ from typing import Any
 from benchmarks import report_pictures as pictures
 from benchmarks import report_svg as svg
 from benchmarks import report_text as say
+from benchmarks import report_traces as traces
 from benchmarks.report_cells import Measured, chosen, details, paper_table, span
 from benchmarks.report_page import Block, Heading, Paragraph, Picture, Pictures, Section, Table
 from benchmarks.report_paper import Figure, Paper
-from benchmarks.report_read import Results, as_dict, number
+from benchmarks.report_read import Cell, Interval, Results, as_dict, number
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,7 @@ def _one(boundary: Boundary, results: Results, paper: Paper) -> Iterator[Block]:
     for machine, measured in cells.items():
         yield from details(machine, measured, paper)
         for one in measured:
-            if (table := pictures.trace_table(machine, one.cell)) is not None:
-                yield table
+            yield from traces.told(machine, one.cell)
     yield paper_table(paper.of(boundary.experiment), results, paper)
 
 
@@ -114,16 +114,13 @@ def _drawn(machine: str, measured: Sequence[Measured], paper: Paper) -> Iterator
     else:
         yield from pictures.speedups(machine, measured, paper)
     for one in measured:
-        if (picture := pictures.trace_picture(machine, one.cell)) is not None:
-            yield picture
+        yield from traces.drawn(machine, one.cell)
 
 
 def _paper(figures: Sequence[Figure]) -> str:
     """The paper's figures in short; without those that only explain."""
     told = [f for f in figures if f.match.get("measure") not in ("note",)]
-    return "; ".join(
-        f"{f.shown} ({f.what[0].lower()}{f.what[1:]})" if len(told) > 1 else f.shown for f in told
-    )
+    return "; ".join(f"{f.what}: {f.shown}" if len(told) > 1 else f.shown for f in told)
 
 
 def _measured(results: Results, experiment: str) -> str:
@@ -146,7 +143,7 @@ def predictions(results: Results) -> Section:
     for run in results.runs:
         for cell in run.cells:
             for where, told in _predicted(cell.figures):
-                best = max(cell.ratios.items(), key=lambda item: item[1].value, default=None)
+                best = _best(cell)
                 speedup, ratio = number(told["predicted_speedup"]), number(told.get("predicted_ratio"))
                 if speedup is None:
                     continue
@@ -191,6 +188,12 @@ def predictions(results: Results) -> Section:
     )
 
 
+def _best(cell: Cell) -> tuple[str, Interval] | None:
+    """The fastest arm, of those that are named a split where there are such."""
+    splits = {name: ratio for name, ratio in cell.ratios.items() if "split" in name} or cell.ratios
+    return max(splits.items(), key=lambda item: item[1].value, default=None)
+
+
 _INPUTS = {
     "cpu_us": "CPU us/row",
     "current_us": "current us/row",
@@ -211,5 +214,5 @@ def _predicted(figures: Any, where: str = "", depth: int = 4) -> Iterator[tuple[
         yield where, held
     elif depth:
         for name, value in held.items():
-            named = "" if name in ("pair_model", "model", "prediction") else say.words(name)
+            named = "" if name in ("pair", "pair_model", "model", "prediction") else say.words(name)
             yield from _predicted(value, f"{where} {named}".strip(), depth - 1)

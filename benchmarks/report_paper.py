@@ -51,7 +51,7 @@ class Figure:
 
     @property
     def shown(self) -> str:
-        return say.of_paper(self.value, self.unit)
+        return say.of_paper(self.value, self.unit, self.says)
 
     @property
     def low(self) -> float | None:

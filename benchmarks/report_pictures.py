@@ -12,14 +12,11 @@ from benchmarks import report_text as say
 from benchmarks.report_cells import SPEEDUP, Measured
 from benchmarks.report_page import Picture, Table
 from benchmarks.report_paper import Figure, Paper, spans
-from benchmarks.report_read import Cell, number
+from benchmarks.report_read import number
 
 LENGTHS = ("rows", "tokens", "prompt_tokens", "length", "blocks", "depth", "layers", "n", "size", "clients")
 """Parameters that a picture may run along, first come first served."""
 STOCK = "1: as fast as the baseline"
-_TRACE_X = ("call", "minutes", "minute", "elapsed", "elapsed_seconds", "at", "start", "index")
-_TRACE_Y = ("speedup", "ratio", "seconds", "duration", "time")
-_TRACE_SERIES = ("arm", "mode", "policy", "series", "name")
 _MOST_SERIES = 6
 _MOST_ROWS = 24
 
@@ -58,13 +55,13 @@ def lines_of(
 ) -> list[Line]:
     """The cells as lines along `key`; parameters named in `panel` tell pictures apart, the others lines."""
     done = [one for one in cells if one.cell.done and number(one.cell.parameters.get(key)) is not None]
-    varied = _varied([one.cell.parameters for one in done]) - {key}
+    varied = _telling([one.cell.parameters for one in done], {key, *panel})
     points: dict[tuple[str, str], list[svg.Point]] = {}
     figures: dict[tuple[str, str], dict[str, Figure]] = {}
     for one in done:
         values = one.cell.parameters
         named = say.parameters({name: values[name] for name in panel if name in values})
-        rest = say.parameters({n: v for n, v in values.items() if n in varied and n not in panel})
+        rest = say.parameters({n: v for n, v in values.items() if n in varied})
         for arm, ratio in one.cell.ratios.items():
             line = named, f"{arm} ({rest})" if rest else arm
             point = svg.Point(float(values[key]), ratio.value, ratio.low, ratio.high)
@@ -77,10 +74,14 @@ def lines_of(
     ]
 
 
-def _varied(parameters: Sequence[dict[str, Any]]) -> set[str]:
-    """Parameters that are not the same everywhere."""
-    names = {name for values in parameters for name in values}
-    return {n for n in names if len({json.dumps(v.get(n), sort_keys=True) for v in parameters}) > 1}
+def _telling(parameters: Sequence[dict[str, Any]], apart: set[str]) -> set[str]:
+    """Parameters that tell the lines apart, but for those in `apart`: one alone where one is enough."""
+    names = dict.fromkeys(name for values in parameters for name in values if name not in apart)
+    kinds = {n: [json.dumps(values.get(n), sort_keys=True) for values in parameters] for n in names}
+    varied = [name for name in names if len(set(kinds[name])) > 1]
+    groups = len(set(zip(*(kinds[name] for name in varied), strict=True)))
+    enough = next(({name} for name in varied if len(set(kinds[name])) == groups), None)
+    return enough or set(varied)
 
 
 def panels(lines: Sequence[Line], label: str) -> Iterator[Picture]:
@@ -211,39 +212,3 @@ def speedups(
     axis = svg.Axis(SPEEDUP, reference=1.0, reference_label="the same")
     parts = [rows[start : start + _MOST_ROWS] for start in range(0, len(rows), _MOST_ROWS)]
     return [Picture(svg.intervals(machine, part, axis), machine) for part in parts]
-
-
-# --- what happened over a cell's time
-
-
-def trace_picture(machine: str, cell: Cell) -> Picture | None:
-    """A cell's trace, drawn; None where it holds no figures along calls or time."""
-    x, y = (_first(cell.trace, keys) for keys in (_TRACE_X, _TRACE_Y))
-    if y is None:
-        return None
-    kind = next((k for k in _TRACE_SERIES if any(isinstance(e.get(k), str) for e in cell.trace)), None)
-    series: dict[str, list[svg.Point]] = {}
-    for place, entry in enumerate(cell.trace, 1):
-        at, value = number(entry.get(x)) if x else float(place), number(entry.get(y))
-        if at is not None and value is not None:
-            name = str(entry.get(kind) or "other") if kind else say.words(y)
-            series.setdefault(name, []).append(svg.Point(at, value))
-    shown = [svg.Series(name, points) for name, points in list(series.items())[:_MOST_SERIES]]
-    if not shown:
-        return None
-    axis_y = svg.Axis(say.words(y), reference=1.0 if y in ("speedup", "ratio") else None)
-    title = f"{machine}: {cell.name}"
-    return Picture(svg.lines(title, shown, svg.Axis(say.words(x or "call")), axis_y), title)
-
-
-def _first(trace: Sequence[dict[str, Any]], keys: Sequence[str]) -> str | None:
-    return next((key for key in keys if any(number(entry.get(key)) is not None for entry in trace)), None)
-
-
-def trace_table(machine: str, cell: Cell) -> Table | None:
-    """Every entry of a trace."""
-    names = list(dict.fromkeys(name for entry in cell.trace for name in entry))[:8]
-    if not names:
-        return None
-    rows = [tuple(say.figure(name, entry.get(name)) for name in names) for entry in cell.trace[:200]]
-    return Table(f"Trace of {cell.name}, {machine}", [say.words(name) for name in names], rows, folded=True)

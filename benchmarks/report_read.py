@@ -257,9 +257,14 @@ def _machine(stamp: dict[str, Any]) -> str | None:
     library = math_library(stamp)
     return (
         ", ".join(parts)
-        + (f", MLX {backend.upper()}" if backend else "")
+        + (f", MLX {backend_name(backend)}" if backend else "")
         + (f", {library}" if library else "")
     )
+
+
+def backend_name(backend: str) -> str:
+    """MLX's backends as they are written."""
+    return {"metal": "Metal", "cuda": "CUDA", "cpu": "CPU"}.get(backend, backend)
 
 
 def math_library(stamp: dict[str, Any]) -> str | None:

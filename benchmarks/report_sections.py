@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from benchmarks import report_pictures as pictures
 from benchmarks import report_svg as svg
 from benchmarks import report_text as say
+from benchmarks import report_traces as traces
 from benchmarks.report_cells import Measured, chosen, details, paper_table
 from benchmarks.report_page import Block, Paragraph, Picture, Pictures, Section, Table
 from benchmarks.report_paper import Paper
-from benchmarks.report_read import Results, as_dict, number
+from benchmarks.report_read import Results, as_dict, backend_name, number
 
 Cells = dict[str, list[Measured]]
 Draw = Callable[["Topic", Cells, Paper], Iterator[Block]]
@@ -128,12 +129,11 @@ def draw_traces(topic: Topic, cells: Cells, paper: Paper) -> Iterator[Block]:
     """What happened call by call, beside the speedups."""
     yield from draw_rows(topic, cells, paper)
     every = [(machine, one.cell) for machine, found in cells.items() for one in found]
-    drawn = [p for machine, cell in every if (p := pictures.trace_picture(machine, cell)) is not None]
+    drawn = [picture for machine, cell in every for picture in traces.drawn(machine, cell)]
     if drawn:
         yield Pictures(drawn)
     for machine, cell in every:
-        if (table := pictures.trace_table(machine, cell)) is not None:
-            yield table
+        yield from traces.told(machine, cell)
 
 
 # --- overlap by backend
@@ -145,11 +145,11 @@ def overlap(results: Results) -> Section:
     for machine, cells in chosen(results, "mechanism").items():
         for one in cells:
             for label, value, low, high in _overlaps(one):
-                backend = (one.run.backend or "not known").upper()
+                backend = backend_name(one.run.backend or "not known")
                 shown = say.plain(value) + (f" [{say.plain(low)}, {say.plain(high)}]" if low and high else "")
                 rows.append((backend, machine, f"{one.cell.name}{label}", shown))
                 points.append(svg.Row(f"{machine}: {one.cell.name}{label}", shown, value, low, high))
-    missing = [name for name in ("METAL", "CUDA", "CPU") if name not in {row[0] for row in rows}]
+    missing = [name for name in ("Metal", "CUDA", "CPU") if name not in {row[0] for row in rows}]
     rows += [(name, say.NONE, say.NONE, say.NOT_YET) for name in missing]
     blocks: list[Block] = [
         Paragraph(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from benchmarks.report_text import clean, nice_ticks
 
@@ -132,7 +132,9 @@ def lines(title: str, series: Sequence[Series], axis_x: Axis, axis_y: Axis) -> M
         # A little apart, so that intervals that lie on each other can be told.
         shift = 5.0 * (place - (len(series) - 1) / 2)
         parts.append(_series(one, place, across, up, shift))
-        y = _key(parts, one.label, place, y)
+        y = _key(parts, one.label, _sample(place, y + 6), y)
+    for band in axis_y.bands:
+        y = _key(parts, band.label, [_box(LEFT, y + 1, 28, 10, "band")], y)
     return _svg(title, y + 4, parts)
 
 
@@ -197,8 +199,8 @@ def _words(parts: list[Markup], label: str, shown: str, y: float) -> float:
     first = max(16, _LETTERS - len(shown) - 2)
     found = textwrap.wrap(clean(label), first) or [""]
     for place, line in enumerate(found[:4]):
-        parts.append(_text(LEFT, y + 10 + LINE * place, line))
-    parts.append(_text(RIGHT, y + 10, shown, "end", "value"))
+        parts.append(_text(LEFT, y + 10 + LINE * place, line, kind="halo"))
+    parts.append(_text(RIGHT, y + 10, shown, "end", "value halo"))
     return y + LINE * min(len(found), 4)
 
 
@@ -260,7 +262,6 @@ def _bands(bands: Sequence[Band], up: _Scale) -> list[Markup]:
     for band in bands:
         top, bottom = up(band.high), up(band.low)
         parts.append(_box(44, top, RIGHT - 44, max(2.0, bottom - top), "band"))
-        parts.append(_text(RIGHT - 3, top + 12, band.label, "end", "halo"))
     return parts
 
 
@@ -287,13 +288,15 @@ def _series(one: Series, place: int, across: _Scale, up: _Scale, shift: float) -
     return Markup("").join(parts)
 
 
-def _key(parts: list[Markup], label: str, place: int, y: float) -> float:
-    parts.append(
-        Markup('<polyline points="{},{} {},{}" class="series dash{}"/>').format(
-            LEFT, y + 6, LEFT + 28, y + 6, place % 4
-        )
-    )
-    parts.append(_mark(MARKS[place % len(MARKS)], LEFT + 14, y + 6, "measured"))
+def _sample(place: int, y: float) -> list[Markup]:
+    """How a series is drawn, for the key."""
+    line = Markup('<polyline points="{},{} {},{}" class="series dash{}"/>')
+    stroke = line.format(LEFT, y, LEFT + 28, y, place % 4)
+    return [stroke, _mark(MARKS[place % len(MARKS)], LEFT + 14, y, "measured")]
+
+
+def _key(parts: list[Markup], label: str, sample: Sequence[Markup], y: float) -> float:
+    parts += sample
     found = textwrap.wrap(clean(label), _LETTERS - 8)[:3] or [""]
     for line, words in enumerate(found):
         parts.append(_text(LEFT + 36, y + 10 + LINE * line, words))
@@ -308,18 +311,3 @@ def _bar(bar: Bar, kind: Kind, scale: _Scale, y: float, lanes: int) -> Markup:
     place = x + 4 if fits else min(x + width + 4, RIGHT - len(named) * 6.2)
     inside = "inside" if fits and kind != "paper" else "halo"
     return shape + _text(place, y + 10, named, "start", inside) if named else shape
-
-
-__all__ = [
-    "Axis",
-    "Band",
-    "Bar",
-    "Point",
-    "Row",
-    "Series",
-    "Track",
-    "escape",
-    "intervals",
-    "lines",
-    "timeline",
-]

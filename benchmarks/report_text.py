@@ -15,6 +15,8 @@ NOT_YET = "not yet measured"
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6), ("ns", 1e-9))
 _BYTES = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _MOST_FIGURES = 60
+_SPEAKING = ("what", "geometry", "model", "dtype", "policy")
+"""Parameters whose values need no name before them."""
 
 
 def clean(value: object) -> str:
@@ -100,6 +102,8 @@ def flat(figures: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]
     """Every figure by its words, nested ones by both names; intervals as one."""
     for name, value in list(figures.items())[:_MOST_FIGURES]:
         label = f"{before} {words(name)}".strip()
+        if name == "pair model" or (isinstance(value, dict) and "predicted_speedup" in value):
+            continue  # it has a section of its own
         if isinstance(value, dict):
             found = _interval(name, value)
             if found is not None:
@@ -127,27 +131,27 @@ def share(value: float) -> str:
     return f"{value * 100:.3g} %"
 
 
-def of_paper(value: Any, unit: str) -> str:
-    """A figure of `paper.json` as the paper writes it."""
+def of_paper(value: Any, unit: str, says: str) -> str:
+    """A figure of `paper.json`, with as many decimals as the paper's text gives it."""
     if isinstance(value, dict):
-        low, high = (of_paper(value.get(key), unit) for key in ("low", "high"))
+        low, high = (of_paper(value.get(key), unit, says) for key in ("low", "high"))
         return f"{low} to {high}"
     found = number(value)
     if found is None:
-        return clean(f"{value} {unit}")
-    if unit == "x":
-        return f"{found:.2f}x" if found != round(found, 1) else f"{found:g}x"
+        return clean(f"{value} {unit}").strip()
     if unit == "share":
         return share(found)
-    if unit == "relative error":
-        return f"{found:g}"
-    return clean(f"{found:g} {unit}")
+    written = [f"{found:.2f}", f"{found:.1f}", f"{found:g}"]
+    shown = next((form for form in written if form in says), f"{found:g}")
+    if unit == "x":
+        return f"{shown}x"
+    return shown if unit == "relative error" else clean(f"{shown} {unit}")
 
 
-def parameters(values: dict[str, Any], leave_out: frozenset[str] = frozenset()) -> str:
-    """`rows 512, dtype float32`: what a cell was measured with."""
-    shown = {name: value for name, value in values.items() if name not in leave_out and name != "environ"}
-    return ", ".join(f"{label} {value}" for label, value in flat(shown))
+def parameters(values: dict[str, Any]) -> str:
+    """`rows 512, float32`: what a cell was measured with."""
+    shown = {name: value for name, value in values.items() if name not in ("environ", "note")}
+    return ", ".join(value if label in _SPEAKING else f"{label} {value}" for label, value in flat(shown))
 
 
 def markdown(value: object) -> str:
