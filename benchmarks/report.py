@@ -6,6 +6,7 @@ It writes `report.html`, which needs no network and no script, and `README.md` w
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,7 +72,17 @@ def _unnamed(results: Results, name: str) -> Topic:
 
 def pages(results: Results, paper: Paper) -> tuple[str, str]:
     """The page as HTML and as Markdown."""
-    environment = Environment(
+    environment = _environment()
+    parts = {"title": TITLE, "about": about(paper), "sections": sections(results, paper)}
+    html = environment.get_template("report.html.j2").render(
+        **parts, style=Markup((HERE / "report.css").read_text())
+    )
+    return html, environment.get_template("report.md.j2").render(**parts)
+
+
+@functools.cache
+def _environment() -> Environment:
+    found = Environment(
         loader=FileSystemLoader(HERE),
         autoescape=lambda name: bool(name and name.endswith(".html.j2")),
         undefined=StrictUndefined,
@@ -79,12 +90,8 @@ def pages(results: Results, paper: Paper) -> tuple[str, str]:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(clean=report_text.clean, markdown=report_text.markdown)
-    parts = {"title": TITLE, "about": about(paper), "sections": sections(results, paper)}
-    html = environment.get_template("report.html.j2").render(
-        **parts, style=Markup((HERE / "report.css").read_text())
-    )
-    return html, environment.get_template("report.md.j2").render(**parts)
+    found.filters.update(clean=report_text.clean, markdown=report_text.markdown)
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -75,7 +75,7 @@ BOUNDARIES: Sequence[Boundary] = (
 def boundaries(results: Results, paper: Paper) -> Section:
     """A table of all, then each with its pictures and tables."""
     rows = [
-        (b.title, _paper(paper.of(b.experiment)), _measured(results, b.experiment), b.means)
+        (b.title, _paper(paper.of(b.experiment)), _measured(results, paper, b.experiment), b.means)
         for b in BOUNDARIES
     ]
     blocks: list[Block] = [
@@ -123,14 +123,20 @@ def _paper(figures: Sequence[Figure]) -> str:
     return "; ".join(f"{f.what}: {f.shown}" if len(told) > 1 else f.shown for f in told)
 
 
-def _measured(results: Results, experiment: str) -> str:
-    """The range of each machine's speedups, or how many cells there are without one."""
+def _measured(results: Results, paper: Paper, experiment: str) -> str:
+    """The range of each machine's speedups, and its figures that the paper has too."""
     told = []
     for machine, cells in chosen(results, experiment).items():
         values = [ratio.value for one in cells for ratio in one.cell.ratios.values()]
         done = sum(one.cell.done for one in cells)
         what = span(values) if values else "no speedup" if done else "failed"
-        told.append(f"{machine}: {what} ({done} of {len(cells)} cells)")
+        named = [
+            f"{one.cell.name}: {say.words(name)} {say.figure(name, value)}"
+            for one in cells
+            for name, value in one.cell.figures.items()
+            if paper.beside_figure(experiment, name)
+        ]
+        told.append("; ".join([f"{machine}: {what} ({done} of {len(cells)} cells)", *named]))
     return "; ".join(told) or say.NOT_YET
 
 

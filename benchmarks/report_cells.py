@@ -12,6 +12,7 @@ from benchmarks.report_paper import Figure, Paper, spans
 from benchmarks.report_read import Arm, Cell, Results, Run, number
 
 SPEEDUP = "speedup over the baseline"
+_OPEN_ROWS = 24
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,24 @@ def details(machine: str, cells: Sequence[Measured], paper: Paper) -> Iterator[B
         [row for one in cells for row in _arm_rows(one, paper)],
         folded=True,
     )
-    more = [(one.cell.name, label, value) for one in cells for label, value in say.flat(one.cell.figures)]
-    if more:
-        yield Table(f"Further figures, {machine}", ("cell", "figure", "value"), more, folded=True)
+    yield from _figures(machine, cells, paper)
+
+
+def _figures(machine: str, cells: Sequence[Measured], paper: Paper) -> Iterator[Block]:
+    """What the cells report beside their arms; what is nested, or long, is folded."""
+    plain, nested = [], []
+    for one in cells:
+        given = {name: value for name, value in one.cell.figures.items() if name not in one.cell.parameters}
+        for name, value in given.items():
+            beside = spans(paper.beside_figure(one.run.experiment, name))
+            told = [(one.cell.name, *line, beside) for line in say.flat({name: value})]
+            (nested if isinstance(value, dict) and len(told) > 1 else plain).extend(told)
+    columns = ("cell", "figure", "value", "paper")
+    if plain:
+        yield Table(f"Figures, {machine}", columns, plain, folded=len(plain) > _OPEN_ROWS)
+    if nested:
+        rows = [row[:3] for row in nested]
+        yield Table(f"Further figures, {machine}", columns[:3], rows, folded=True)
 
 
 def provenance(cells: Sequence[Measured]) -> str:
@@ -132,16 +148,17 @@ def _again(figure: Figure, results: Results, paper: Paper) -> str:
     runs = [
         r for r in results.runs if r.experiment == figure.experiment and any(m.is_of(r) for m in machines)
     ]
+    cells = [cell for run in runs for cell in run.cells]
     found = [
         ratio.value
-        for run in runs
-        for cell in run.cells
+        for cell in cells
         for arm, ratio in cell.ratios.items()
         if figure.stands_beside(cell.name, arm, cell.parameters)
     ]
     if found:
         return span(found)
-    return "see the tables above" if runs else say.NOT_YET
+    told = [say.figure(n, v) for cell in cells for n, v in cell.figures.items() if figure.is_figure(n)]
+    return "; ".join(told) or ("see the tables above" if runs else say.NOT_YET)
 
 
 def span(values: Sequence[float]) -> str:

@@ -42,9 +42,10 @@ class Table:
 
     @property
     def numeric(self) -> list[bool]:
-        """Of each column, whether it holds figures, which are easier to compare flush right."""
+        """Of each column but the first, whether it holds figures: easier to compare flush right."""
         return [
-            bool(self.rows)
+            place > 0
+            and bool(self.rows)
             and all(_NUMBER.match(row[place]) or row[place] == NOT_YET for row in self.rows)
             and any(row[place] not in (NONE, NOT_YET) for row in self.rows)
             for place in range(len(self.columns))

@@ -35,8 +35,8 @@ class Machine:
 class Figure:
     """One figure of the text: a number, a range, or words.
 
-    `match` tells the arms and parameters that it was measured with; `measure` what it is where it is not a
-    speedup of an arm.
+    `match` tells the arms and parameters that it was measured with, or the name of the figure that it is
+    compared with; `measure` marks what stands for itself.
     """
 
     id: str
@@ -63,7 +63,8 @@ class Figure:
 
     @property
     def is_speedup(self) -> bool:
-        return self.unit == "x" and self.low is not None and "measure" not in self.match
+        """Whether it is the speedup of an arm, and no other figure."""
+        return self.unit == "x" and self.low is not None and not {"measure", "figures"} & set(self.match)
 
     def stands_beside(self, cell: str, arm: str, parameters: dict[str, Any]) -> bool:
         """Whether it is the speedup of this arm with these parameters."""
@@ -75,6 +76,10 @@ class Figure:
             and named
             and all(_agrees(key, value, cell, arm, parameters) for key, value in wanted.items())
         )
+
+    def is_figure(self, name: str) -> bool:
+        """Whether it is what a cell reports under this name."""
+        return name in self.match.get("figures", ())
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,9 @@ class Paper:
 
     def beside(self, experiment: str, cell: str, arm: str, parameters: dict[str, Any]) -> list[Figure]:
         return [f for f in self.of(experiment) if f.stands_beside(cell, arm, parameters)]
+
+    def beside_figure(self, experiment: str, name: str) -> list[Figure]:
+        return [f for f in self.of(experiment) if f.is_figure(name)]
 
 
 def load(file: Path = PAPER) -> Paper:
@@ -108,8 +116,13 @@ def _figure(data: dict[str, Any]) -> Figure:
 
 
 def spans(figures: Iterable[Figure]) -> str:
-    """The figures beside a measured one, each once."""
-    return "; ".join(dict.fromkeys(figure.shown for figure in figures)) or say.NONE
+    """The figures beside a measured one, each once; their range where there are many."""
+    found = list({figure.shown: figure for figure in figures}.values())
+    if len(found) <= 2:
+        return "; ".join(figure.shown for figure in found) or say.NONE
+    lowest = min(found, key=lambda figure: figure.low or 0.0)
+    highest = max(found, key=lambda figure: figure.high or 0.0)
+    return f"{lowest.shown} to {highest.shown}"
 
 
 def _agrees(key: str, wanted: Any, cell: str, arm: str, parameters: dict[str, Any]) -> bool:
@@ -120,7 +133,10 @@ def _agrees(key: str, wanted: Any, cell: str, arm: str, parameters: dict[str, An
     if isinstance(wanted, str):
         where = given if text(given) else f"{arm} {cell}"
         return _bare(wanted) in _bare(str(where))
-    return number(given) == number(wanted)
+    found = number(parameters.get(f"paper_{key}", given))  # sizes may be scaled: the paper's is kept
+    if key == "blocks" and found is not None:
+        return (found > 1) == (wanted > 1)  # a small machine stacks fewer
+    return found == number(wanted)
 
 
 def _bare(name: str) -> str:

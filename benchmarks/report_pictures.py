@@ -14,7 +14,19 @@ from benchmarks.report_page import Picture, Table
 from benchmarks.report_paper import Figure, Paper, spans
 from benchmarks.report_read import number
 
-LENGTHS = ("rows", "tokens", "prompt_tokens", "length", "blocks", "depth", "layers", "n", "size", "clients")
+LENGTHS = (
+    "paper_rows",
+    "rows",
+    "tokens",
+    "prompt_tokens",
+    "length",
+    "blocks",
+    "depth",
+    "layers",
+    "n",
+    "size",
+    "clients",
+)
 """Parameters that a picture may run along, first come first served."""
 STOCK = "1: as fast as the baseline"
 _MOST_SERIES = 6
@@ -54,31 +66,42 @@ def lines_of(
     machine: str, cells: Sequence[Measured], key: str, panel: Sequence[str], paper: Paper
 ) -> list[Line]:
     """The cells as lines along `key`; parameters named in `panel` tell pictures apart, the others lines."""
-    done = [one for one in cells if one.cell.done and number(one.cell.parameters.get(key)) is not None]
-    varied = _telling([one.cell.parameters for one in done], {key, *panel})
-    points: dict[tuple[str, str], list[svg.Point]] = {}
-    figures: dict[tuple[str, str], dict[str, Figure]] = {}
-    for one in done:
+    panels: dict[str, list[Measured]] = {}
+    for one in cells:
+        if one.cell.done and number(one.cell.parameters.get(key)) is not None:
+            named = {name: one.cell.parameters[name] for name in panel if name in one.cell.parameters}
+            panels.setdefault(say.parameters(named), []).append(one)
+    return [line for named, found in panels.items() for line in _lines(machine, named, found, key, paper)]
+
+
+def _lines(machine: str, panel: str, cells: Sequence[Measured], key: str, paper: Paper) -> Iterator[Line]:
+    telling = _telling([one.cell.parameters for one in cells], key)
+    points: dict[str, list[svg.Point]] = {}
+    figures: dict[str, dict[str, Figure]] = {}
+    for one in cells:
         values = one.cell.parameters
-        named = say.parameters({name: values[name] for name in panel if name in values})
-        rest = say.parameters({n: v for n, v in values.items() if n in varied})
+        rest = say.parameters({name: value for name, value in values.items() if name in telling})
         for arm, ratio in one.cell.ratios.items():
-            line = named, f"{arm} ({rest})" if rest else arm
+            label = f"{arm} ({rest})" if rest else arm
             point = svg.Point(float(values[key]), ratio.value, ratio.low, ratio.high)
-            points.setdefault(line, []).append(point)
+            points.setdefault(label, []).append(point)
             beside = paper.beside(one.run.experiment, one.cell.name, arm, values)
-            figures.setdefault(line, {}).update({figure.id: figure for figure in beside})
-    return [
-        Line(machine, *line, tuple(sorted(found, key=lambda p: p.x)), tuple(figures[line].values()))
-        for line, found in points.items()
-    ]
+            figures.setdefault(label, {}).update({figure.id: figure for figure in beside})
+    for label, found in points.items():
+        in_order = tuple(sorted(found, key=lambda point: point.x))
+        yield Line(machine, panel, label, in_order, tuple(figures[label].values()))
 
 
-def _telling(parameters: Sequence[dict[str, Any]], apart: set[str]) -> set[str]:
-    """Parameters that tell the lines apart, but for those in `apart`: one alone where one is enough."""
-    names = dict.fromkeys(name for values in parameters for name in values if name not in apart)
+def _telling(parameters: Sequence[dict[str, Any]], key: str) -> set[str]:
+    """Parameters that tell lines apart: one alone where one is enough, none that goes along with `key`."""
+    names = dict.fromkeys(name for values in parameters for name in values if name != key)
     kinds = {n: [json.dumps(values.get(n), sort_keys=True) for values in parameters] for n in names}
-    varied = [name for name in names if len(set(kinds[name])) > 1]
+    at = [values.get(key) for values in parameters]
+    varied = [
+        name
+        for name in names
+        if len(set(kinds[name])) > 1 and len(set(zip(at, kinds[name], strict=True))) > len(set(at))
+    ]
     groups = len(set(zip(*(kinds[name] for name in varied), strict=True)))
     enough = next(({name} for name in varied if len(set(kinds[name])) == groups), None)
     return enough or set(varied)

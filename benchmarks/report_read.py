@@ -128,7 +128,7 @@ def read(folder: Path) -> Results:
     runs, others = [], []
     for path in sorted(folder.rglob("*.json")):
         name = path.relative_to(folder).as_posix()
-        if name in REFERENCE:
+        if name in REFERENCE or path.name.startswith("."):  # a dot: a run is writing it at this moment
             continue
         found = read_file(path, name)
         if isinstance(found, Run):
@@ -151,7 +151,7 @@ def read_file(path: Path, name: str) -> Run | OtherFile | None:
     ):
         return OtherFile(name, "another shape", dict(ratios_within(data)))
     if data.get("version") != VERSION:
-        return OtherFile(name, f"version {data.get('version')!r} of the format, not {VERSION}")
+        return OtherFile(name, f"another version of the format than {VERSION}")
     return run(data, name)
 
 

@@ -63,16 +63,17 @@ def draw_lengths(topic: Topic, cells: Cells, paper: Paper) -> Iterator[Block]:
     """Curves along the sequence length or the depth, and the same as a table of machines."""
     measured = [one for found in cells.values() for one in found]
     key = pictures.along(measured) or "rows"
+    along = "the paper's rows" if key == "paper_rows" else say.words(key)
     lines = [
         line
         for machine, found in cells.items()
         for line in pictures.lines_of(machine, found, key, topic.panel, paper)
     ]
     if lines:
-        yield Pictures(list(pictures.panels(lines, say.words(key))))
+        yield Pictures(list(pictures.panels(lines, along)))
     there = {m.name for m in paper.machines for one in measured if m.is_of(one.run)}
     yield pictures.by_length(
-        topic.experiment, f"{topic.title}, all machines", lines, say.words(key), paper, topic.usual, there
+        topic.experiment, f"{topic.title}, all machines", lines, along, paper, topic.usual, there
     )
 
 
@@ -167,18 +168,17 @@ def overlap(results: Results) -> Section:
 
 
 def _overlaps(one: Measured) -> Iterator[tuple[str, float, float | None, float | None]]:
-    """Any figure of the cell that is an overlap: one number, one with an interval, one for each arm."""
-    for name, value in one.cell.figures.items():
-        if "overlap" not in name:
-            continue
-        label = "" if name == "overlap" else f", {say.words(name)}"
-        several = isinstance(value, dict) and "value" not in value
-        for part, found in as_dict(value).items() if several else (("", value),):
-            held = as_dict(found) or {"value": found}
-            middle = number(held.get("value"))
-            if middle is not None:
-                named = f"{label}, {say.words(part)}" if part else label
-                yield named, middle, number(held.get("low")), number(held.get("high"))
+    """The cell's overlap, by arm where it tells that: one number each, or one with an interval."""
+    figures = one.cell.figures
+    told = as_dict(figures.get("overlaps")) or as_dict(figures.get("overlap"))
+    if not told or "value" in told:
+        told = {"": figures.get("overlap")}
+    for arm, found in told.items():
+        held = as_dict(found) or {"value": found}
+        middle = number(held.get("value"))
+        if middle is not None:
+            named = f", {say.words(arm)}" if arm else ""
+            yield named, middle, number(held.get("low")), number(held.get("high"))
 
 
 # --- the experiments in the order of the page

@@ -83,7 +83,7 @@ def figure(name: str, value: Any) -> str:
         return seconds(found)
     if re.search(r"(^|_)bytes$", name):
         return count_of_bytes(found)
-    if re.search(r"(^|_)speedup$", name):
+    if re.search(r"(^|[_ ])speedup$", name):
         return times(found)
     if isinstance(value, int) and abs(value) < 10**9:
         return str(value)
@@ -98,20 +98,20 @@ def _other(name: str, value: Any) -> str:
     return clean(value)[:200]
 
 
-def flat(figures: dict[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
+def flat(figures: dict[str, Any], before: str = "", depth: int = 2) -> Iterator[tuple[str, str]]:
     """Every figure by its words, nested ones by both names; intervals as one."""
     for name, value in list(figures.items())[:_MOST_FIGURES]:
         label = f"{before} {words(name)}".strip()
         if name == "pair model" or (isinstance(value, dict) and "predicted_speedup" in value):
             continue  # it has a section of its own
-        if isinstance(value, dict):
-            found = _interval(name, value)
-            if found is not None:
-                yield label, found
-            else:
-                yield from flat(value, label)
-        else:
+        if not isinstance(value, dict):
             yield label, figure(name, value)
+        elif (found := _interval(name, value)) is not None:
+            yield label, found
+        elif depth:
+            yield from flat(value, label, depth - 1)
+        elif value:
+            yield label, f"{len(value)} figures, in the file"
 
 
 def _interval(name: str, value: dict[str, Any]) -> str | None:
@@ -157,7 +157,8 @@ def parameters(values: dict[str, Any]) -> str:
 def markdown(value: object) -> str:
     """Text that is only text in a Markdown table."""
     escaped = clean(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    escaped = re.sub(r"([\\`*\[\]|~#!])", r"\\\1", escaped)
+    escaped = re.sub(r"([\\`*|~#])", r"\\\1", escaped)
+    escaped = re.sub(r"\](?=[(\[:])", r"\\]", escaped)  # no link; intervals keep their plain brackets
     return re.sub(r"(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\_", escaped)
 
 

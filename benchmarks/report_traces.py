@@ -15,6 +15,7 @@ ALONG = ("call", "minutes", "minute", "elapsed", "elapsed_seconds", "at", "index
 VALUES = ("speedup", "ratio", "seconds", "duration", "time")
 PANELS = ("policy",)
 KINDS = ("arm", "mode", "phase", "series", "name")
+_ALONG_WORDS = {"at": "seconds since the start", "call": "call"}
 _MOST_SERIES = 6
 _MOST_ENTRIES = 40
 _MOST_DECISIONS = 40
@@ -22,17 +23,24 @@ _MOST_DECISIONS = 40
 
 def drawn(machine: str, cell: Cell) -> Iterator[Picture]:
     """A picture for each policy; none where the trace holds no figures."""
-    value = _first(cell.trace, VALUES)
+    trace = [_with_speedup(entry) for entry in cell.trace]
+    value = _first(trace, VALUES)
     if value is None:
         return
-    panel = _named(cell.trace, PANELS)
-    for name in dict.fromkeys(_word(entry, panel) for entry in cell.trace):
-        entries = [entry for entry in cell.trace if _word(entry, panel) == name]
+    panel = _named(trace, PANELS)
+    for name in dict.fromkeys(_word(entry, panel) for entry in trace):
+        entries = [entry for entry in trace if _word(entry, panel) == name]
         if name.endswith(" again"):
             continue
         title = ": ".join(filter(None, (machine, cell.name, name)))
         if (picture := _curve(title, entries, value)) is not None:
             yield picture
+
+
+def _with_speedup(entry: dict[str, Any]) -> dict[str, Any]:
+    """A look at both arms tells their ratio."""
+    stock, split = number(entry.get("stock")), number(entry.get("split"))
+    return {**entry, "speedup": stock / split} if stock and split else entry
 
 
 def _curve(title: str, entries: Sequence[dict[str, Any]], value: str) -> Picture | None:
@@ -46,7 +54,10 @@ def _curve(title: str, entries: Sequence[dict[str, Any]], value: str) -> Picture
     if not shown:
         return None
     axis = svg.Axis(say.words(value), reference=1.0 if value in ("speedup", "ratio") else None)
-    return Picture(svg.lines(title, shown, svg.Axis(say.words(along or "call")), axis), title)
+    return Picture(
+        svg.lines(title, shown, svg.Axis(_ALONG_WORDS.get(along or "call") or say.words(along or "")), axis),
+        title,
+    )
 
 
 def told(machine: str, cell: Cell) -> Iterator[Block]:

@@ -68,7 +68,9 @@ def cell(
     }
     times = {key: found["samples"] for key, found in arms.items()}
     ratios = {
-        key: vars(paired_ratio(times[baseline], taken)) for key, taken in times.items() if key != baseline
+        key: vars(paired_ratio(times[baseline], taken, resamples=200))
+        for key, taken in times.items()
+        if key != baseline
     }
     conditions = {key: STAMP[key] for key in CONDITIONS}
     return {
