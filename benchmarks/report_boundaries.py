@@ -127,7 +127,7 @@ def _measured(results: Results, paper: Paper, experiment: str) -> str:
     """The range of each machine's speedups, and its figures that the paper has too."""
     told = []
     for machine, cells in chosen(results, experiment).items():
-        values = [ratio.value for one in cells for ratio in one.cell.ratios.values()]
+        values = [ratio.value for one in cells for ratio in one.cell.speedups.values()]
         done = sum(one.cell.done for one in cells)
         what = span(values) if values else "no speedup" if done else "failed"
         named = [
@@ -196,7 +196,7 @@ def predictions(results: Results) -> Section:
 
 def _best(cell: Cell) -> tuple[str, Interval] | None:
     """The fastest arm, of those that are named a split where there are such."""
-    splits = {name: ratio for name, ratio in cell.ratios.items() if "split" in name} or cell.ratios
+    splits = {name: ratio for name, ratio in cell.speedups.items() if "split" in name} or cell.speedups
     return max(splits.items(), key=lambda item: item[1].value, default=None)
 
 

@@ -111,7 +111,7 @@ def _arm_rows(one: Measured, paper: Paper) -> Iterator[tuple[str, ...]]:
         return
     for name, arm in cell.arms.items():
         yield cell.name, name, say.seconds(arm.median), *_against(one, name, arm, paper)
-    for name in cell.ratios.keys() - cell.arms.keys():
+    for name in [name for name in cell.ratios if name not in cell.arms]:
         yield cell.name, name, say.NONE, *_against(one, name, Arm(None, 0), paper)
 
 
@@ -125,7 +125,7 @@ def _against(one: Measured, name: str, arm: Arm, paper: Paper) -> tuple[str, str
     elif found is None:
         shown = "not timed"
     else:
-        shown = say.speedup(found)
+        shown = say.speedup(found) + ("" if name in cell.speedups else " (other work)")
     beside = spans(paper.beside(one.run.experiment, cell.name, name, cell.parameters))
     error = cell.errors.get(name)
     told = "; ".join(say.clean(warning) for warning in arm.warnings)
@@ -152,7 +152,7 @@ def _again(figure: Figure, results: Results, paper: Paper) -> str:
     found = [
         ratio.value
         for cell in cells
-        for arm, ratio in cell.ratios.items()
+        for arm, ratio in cell.speedups.items()
         if figure.stands_beside(cell.name, arm, cell.parameters)
     ]
     if found:

@@ -12,7 +12,7 @@ from benchmarks import report_text as say
 from benchmarks.report_cells import SPEEDUP, Measured
 from benchmarks.report_page import Picture, Table
 from benchmarks.report_paper import Figure, Paper, spans
-from benchmarks.report_read import number
+from benchmarks.report_read import Interval, number
 
 LENGTHS = (
     "paper_rows",
@@ -31,6 +31,7 @@ LENGTHS = (
 STOCK = "1: as fast as the baseline"
 _MOST_SERIES = 6
 _MOST_ROWS = 24
+_MANY_ARMS = 3
 
 
 # --- a speedup along a parameter
@@ -81,7 +82,7 @@ def _lines(machine: str, panel: str, cells: Sequence[Measured], key: str, paper:
     for one in cells:
         values = one.cell.parameters
         rest = say.parameters({name: value for name, value in values.items() if name in telling})
-        for arm, ratio in one.cell.ratios.items():
+        for arm, ratio in one.cell.speedups.items():
             label = f"{arm} ({rest})" if rest else arm
             point = svg.Point(float(values[key]), ratio.value, ratio.low, ratio.high)
             points.setdefault(label, []).append(point)
@@ -214,24 +215,32 @@ def _cell_of(p: svg.Point) -> str:
 # --- one row an arm
 
 
-def speedup_rows(cells: Sequence[Measured], paper: Paper, figures: Sequence[Figure] = ()) -> list[svg.Row]:
-    """A row for every arm of every cell, then the paper's figures for them."""
-    beside: dict[str, Figure] = {figure.id: figure for figure in figures}
-    rows = []
+def speedups(machine: str, cells: Sequence[Measured], paper: Paper) -> Iterator[Picture]:
+    """A picture for each cell of many arms, one for all that have few; the paper's figures below them."""
+    few: list[svg.Row] = []
+    beside: dict[str, Figure] = {}
     for one in cells:
-        for arm, ratio in one.cell.ratios.items():
-            label = f"{one.cell.name}: {arm}"
-            rows.append(svg.Row(label, say.speedup(ratio), ratio.value, ratio.low, ratio.high))
-            found = paper.beside(one.run.experiment, one.cell.name, arm, one.cell.parameters)
-            beside.update({figure.id: figure for figure in found})
-    return [*rows, *paper_rows(beside.values())] if rows else []
+        arms = one.cell.speedups
+        figures = {
+            figure.id: figure
+            for arm in arms
+            for figure in paper.beside(one.run.experiment, one.cell.name, arm, one.cell.parameters)
+        }
+        if len(arms) >= _MANY_ARMS:
+            rows = [_row(arm, ratio) for arm, ratio in arms.items()]
+            yield _rows_picture(f"{machine}: {one.cell.name}", rows, figures.values())
+        else:
+            few += [_row(f"{one.cell.name}: {arm}", ratio) for arm, ratio in arms.items()]
+            beside |= figures
+    for start in range(0, len(few), _MOST_ROWS):
+        last = start + _MOST_ROWS >= len(few)
+        yield _rows_picture(machine, few[start : start + _MOST_ROWS], beside.values() if last else ())
 
 
-def speedups(
-    machine: str, cells: Sequence[Measured], paper: Paper, figures: Sequence[Figure] = ()
-) -> list[Picture]:
-    """As many pictures as the rows need; none where nothing was measured."""
-    rows = speedup_rows(cells, paper, figures)
+def _row(label: str, ratio: Interval) -> svg.Row:
+    return svg.Row(label, say.speedup(ratio), ratio.value, ratio.low, ratio.high)
+
+
+def _rows_picture(caption: str, rows: Sequence[svg.Row], figures: Iterable[Figure]) -> Picture:
     axis = svg.Axis(SPEEDUP, reference=1.0, reference_label="the same")
-    parts = [rows[start : start + _MOST_ROWS] for start in range(0, len(rows), _MOST_ROWS)]
-    return [Picture(svg.intervals(machine, part, axis), machine) for part in parts]
+    return Picture(svg.intervals(caption, [*rows, *paper_rows(figures)], axis), caption)

@@ -58,6 +58,14 @@ class Cell:
         return self.status == "done"
 
     @property
+    def speedups(self) -> dict[str, Interval]:
+        """The ratios of arms that compute what the baseline computes.
+
+        An arm whose result was not compared does another work, a part of it: its ratio would mislead.
+        """
+        return {arm: ratio for arm, ratio in self.ratios.items() if not self.errors or arm in self.errors}
+
+    @property
     def warnings(self) -> list[str]:
         """Every arm's, with the arm named."""
         return [f"{name}: {warning}" for name, arm in self.arms.items() for warning in arm.warnings]

@@ -106,7 +106,7 @@ def _timeline(machine: str, one: Measured) -> Picture | None:
         if name.endswith(" again") or arm.median is None:
             continue
         bars = lanes.get(name) or [svg.Bar("", 0.0, arm.median * 1e3)]
-        ratio = one.cell.ratios.get(name)
+        ratio = one.cell.speedups.get(name)
         shown = say.seconds(arm.median) + (f" ({say.times(ratio.value)})" if ratio else "")
         tracks.append(svg.Track(name, shown, bars))
     if not tracks:
@@ -145,13 +145,15 @@ def overlap(results: Results) -> Section:
     rows, points = [], []
     for machine, cells in chosen(results, "mechanism").items():
         for one in cells:
-            for label, value, low, high in _overlaps(one):
-                backend = backend_name(one.run.backend or "not known")
+            main = number(one.cell.figures.get("overlap"))
+            for arm, value, low, high in _overlaps(one):
                 shown = say.plain(value) + (f" [{say.plain(low)}, {say.plain(high)}]" if low and high else "")
-                rows.append((backend, machine, f"{one.cell.name}{label}", shown))
-                points.append(svg.Row(f"{machine}: {one.cell.name}{label}", shown, value, low, high))
+                backend = backend_name(one.run.backend or "not known")
+                rows.append((backend, machine, one.cell.name, arm or "split", shown))
+                if main is None or main == value:
+                    points.append(svg.Row(f"{machine}: {one.cell.name}", shown, value, low, high))
     missing = [name for name in ("Metal", "CUDA", "CPU") if name not in {row[0] for row in rows}]
-    rows += [(name, say.NONE, say.NONE, say.NOT_YET) for name in missing]
+    rows += [(name, say.NONE, say.NONE, say.NONE, say.NOT_YET) for name in missing]
     blocks: list[Block] = [
         Paragraph(
             "Overlap is (CPU alone + current stream alone) / together, and means the same on every machine: "
@@ -159,11 +161,10 @@ def overlap(results: Results) -> Section:
         )
     ]
     if points:
+        caption = "Overlap behind the eager boundary"
         axis = svg.Axis("overlap", reference=1.0, reference_label="one after the other")
-        blocks.append(
-            Pictures([Picture(svg.intervals("Overlap by backend", points, axis), "Overlap by backend")])
-        )
-    blocks.append(Table("Overlap by backend", ("backend", "machine", "cell", "overlap"), sorted(rows)))
+        blocks.append(Pictures([Picture(svg.intervals(caption, points, axis), caption)]))
+    blocks.append(Table("Overlap by backend", ("backend", "machine", "cell", "arm", "overlap"), rows))
     return Section("Overlap by backend", "Section 3", blocks)
 
 
@@ -177,8 +178,7 @@ def _overlaps(one: Measured) -> Iterator[tuple[str, float, float | None, float |
         held = as_dict(found) or {"value": found}
         middle = number(held.get("value"))
         if middle is not None:
-            named = f", {say.words(arm)}" if arm else ""
-            yield named, middle, number(held.get("low")), number(held.get("high"))
+            yield say.words(arm), middle, number(held.get("low")), number(held.get("high"))
 
 
 # --- the experiments in the order of the page
