@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +16,18 @@ from benchmarks.report_page import Block, Heading, Paragraph, Picture, Pictures,
 from benchmarks.report_paper import Figure, Paper
 from benchmarks.report_read import Cell, Interval, Results, as_dict, number
 
+_FEW = 4
+
 
 @dataclass(frozen=True)
 class Boundary:
-    """`means` is what it comes to for a user, in one sentence."""
+    """`means` is what it comes to for a user, in one sentence; `most_rows` is where the boundary ends."""
 
     experiment: str
     title: str
     about: str
     means: str
+    most_rows: float = math.inf
 
 
 BOUNDARIES: Sequence[Boundary] = (
@@ -32,6 +36,7 @@ BOUNDARIES: Sequence[Boundary] = (
         "Decoding",
         "Few rows a call: every token reads all weights once, and two units read them no faster than one.",
         "Do not expect faster answers token by token: calls of few rows are left to MLX as they are.",
+        64,
     ),
     Boundary(
         "training",
@@ -75,8 +80,7 @@ BOUNDARIES: Sequence[Boundary] = (
 def boundaries(results: Results, paper: Paper) -> Section:
     """A table of all, then each with its pictures and tables."""
     rows = [
-        (b.title, _paper(paper.of(b.experiment)), _measured(results, paper, b.experiment), b.means)
-        for b in BOUNDARIES
+        (b.title, _paper(paper.of(b.experiment)), _measured(results, paper, b), b.means) for b in BOUNDARIES
     ]
     blocks: list[Block] = [
         Paragraph(
@@ -123,21 +127,32 @@ def _paper(figures: Sequence[Figure]) -> str:
     return "; ".join(f"{f.what}: {f.shown}" if len(told) > 1 else f.shown for f in told)
 
 
-def _measured(results: Results, paper: Paper, experiment: str) -> str:
-    """The range of each machine's speedups, and its figures that the paper has too."""
+def _measured(results: Results, paper: Paper, boundary: Boundary) -> str:
+    """Each machine's speedups, and its figures that the paper has too."""
     told = []
-    for machine, cells in chosen(results, experiment).items():
-        values = [ratio.value for one in cells for ratio in one.cell.speedups.values()]
-        done = sum(one.cell.done for one in cells)
-        what = span(values) if values else "no speedup" if done else "failed"
+    for machine, cells in chosen(results, boundary.experiment).items():
+        inside = [
+            one for one in cells if (number(one.cell.parameters.get("rows")) or 0) <= boundary.most_rows
+        ]
         named = [
             f"{one.cell.name}: {say.words(name)} {say.figure(name, value)}"
-            for one in cells
+            for one in inside
             for name, value in one.cell.figures.items()
-            if paper.beside_figure(experiment, name)
+            if paper.beside_figure(boundary.experiment, name)
         ]
-        told.append("; ".join([f"{machine}: {what} ({done} of {len(cells)} cells)", *named]))
+        told.append("; ".join([f"{machine}: {_speedups(inside)}", *named]))
     return "; ".join(told) or say.NOT_YET
+
+
+def _speedups(cells: Sequence[Measured]) -> str:
+    """Each arm's where they are few, else their range; `failed` where there is none because of that."""
+    every = [(one.cell.name, arm, ratio) for one in cells for arm, ratio in one.cell.speedups.items()]
+    done = sum(one.cell.done for one in cells)
+    if not every:
+        return "no speedup" if done else "failed"
+    if len(every) <= _FEW:
+        return ", ".join(f"{cell} {arm} {say.times(ratio.value)}" for cell, arm, ratio in every)
+    return f"{span([ratio.value for _, _, ratio in every])} ({done} of {len(cells)} cells)"
 
 
 # --- the pair model
