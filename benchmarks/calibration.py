@@ -1,38 +1,102 @@
-"""The calibrator against an exhaustive grid: `python -m benchmarks.calibration --model PATH`.
+"""The calibrator against an exhaustive grid (Section 4: solo rates overstate the CPU's share).
 
 For each site of a model: the share that the search chooses, with how many samples; then every 5 % timed in
-turn in the same run, and how much slower the chosen share is than the best of them. Beside it the share that
-the units' speeds alone would suggest (the paper's Section 4: they overstate the CPU's), and both units' rates
-alone and together.
+turn, and the chosen share against the best of them. Beside it the share that the units' speeds alone would
+suggest.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
-from mlx_lm import load
 
-from benchmarks.output import show
-from fusionml import machine, split
-from fusionml.calibrate import Bench, Outcome, Shape, boundary_seconds, search_site, shapes
+from benchmarks import arms, library
+from benchmarks.experiment import Cell, Experiment, Options
+from fusionml import loading, split
+from fusionml.calibrate import TOLERANCE, Bench, Outcome, Shape, boundary_seconds, search_site, shapes
 from fusionml.ratios import Probe
 
-STEP = 0.05
+STEP, QUICK_STEP = 0.05, 0.15
+ROWS, QUICK_ROWS = (512, 256), (256,)
+SITES, QUICK_SITES = 3, 1
+GRID_REPEATS = 5
+SEARCH_SECONDS = 600.0
 
 
-def exhaustive(shape: Shape, rows: int, cpu_dtype: str, repeats: int) -> dict[float, float]:
-    """Median seconds of every share from 0 to the largest, by 5 %, timed in turn."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    library.add_model(parser)
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of the calls (default: 512 256)")
+    parser.add_argument(
+        "--sites", type=int, help="shapes, the one with the most arithmetic first (default: 3)"
+    )
+
+
+def cells(options: Options) -> dict[str, Cell]:
+    """One for each number of rows and shape; shapes are numbered by their arithmetic."""
+    rows = options.extra.get("rows") or (QUICK_ROWS if options.quick else ROWS)
+    sites = options.extra.get("sites") or (QUICK_SITES if options.quick else SITES)
+    return {
+        f"shape {number + 1}, {n} rows": {
+            "model": options.extra.get("model"),
+            "shape": number,
+            "rows": n,
+            "step": QUICK_STEP if options.quick else STEP,
+        }
+        for n in rows
+        for number in range(sites)
+    }
+
+
+def measure(cell: Cell, options: Options) -> Cell:
+    """Search, grid, then stock, the chosen share and the best of the grid in turns.
+
+    Raises:
+        UsageError: the model cannot be loaded, or has fewer shapes.
+        ValueError: the search found nothing; says why.
+    """
+    model, _, _, name = loading.load(cell["model"])
+    found = shapes(model)
+    if cell["shape"] >= len(found):
+        raise loading.UsageError(f"{name} has {len(found)} shapes that may split, not {cell['shape'] + 1}")
+    shape, rows, start = found[cell["shape"]], cell["rows"], time.perf_counter()
+    outcome = search_site(
+        shape, rows, seconds=SEARCH_SECONDS, boundary=boundary_seconds(), cpu_dtype="native"
+    )
+    searched = time.perf_counter() - start
+    if outcome.choice is None:
+        raise ValueError(f"the search found nothing: {outcome.left_out}")
+    grid = exhaustive(shape, rows, outcome.cpu_dtype, cell["step"])
+    best = min(grid, key=lambda ratio: grid[ratio])
+    result = compare(shape, rows, outcome, best, options)
+    times = result["arms"]
+    return {
+        **result,
+        "figures": {
+            "model": name,
+            "site": outcome.site.key(),
+            "chosen": outcome.choice.ratio,
+            "best": best,
+            "slower_than_best": times["chosen"]["median"] / times["best of the grid"]["median"] - 1,
+            "search_seconds": searched,
+            "search_samples": outcome.choice.samples,
+            "composed": outcome.choice.composed,
+            "choice": asdict(outcome.choice),
+            "grid": {f"{ratio:.2f}": seconds for ratio, seconds in grid.items()},
+        },
+    }
+
+
+def exhaustive(shape: Shape, rows: int, cpu_dtype: str, step: float) -> dict[float, float]:
+    """Median seconds of every share from 0 to the largest, by `step`, timed in turn."""
     bench = Bench(shape, rows, cpu_dtype, None)
-    steps = [round(i * STEP, 2) for i in range(int(split.max_ratio() / STEP) + 1)]
+    steps = [round(i * step, 2) for i in range(int(split.max_ratio() / step + 1e-9) + 1)]
     rounds: dict[float, list[float]] = {ratio: [] for ratio in steps}
-    for turn in range(repeats):
+    for turn in range(GRID_REPEATS):
         for ratio in steps if turn % 2 == 0 else reversed(steps):
             rounds[ratio].append(bench.seconds(probe(rows, ratio)))
     return {ratio: float(np.median(times)) for ratio, times in rounds.items()}
@@ -43,81 +107,37 @@ def probe(rows: int, ratio: float) -> Probe:
     return Probe("split", split.cpu_rows(rows, ratio), ratio) if ratio else Probe("stock")
 
 
-def chosen_against_best(
-    shape: Shape, rows: int, outcome: Outcome, grid: dict[float, float], repeats: int
-) -> float:
-    """Time of the chosen share over that of the grid's best, both timed again in turn."""
+def compare(shape: Shape, rows: int, outcome: Outcome, best: float, options: Options) -> Cell:
+    """Stock, the chosen share and the grid's best, on one weight and one input."""
     assert outcome.choice is not None
     bench = Bench(shape, rows, outcome.cpu_dtype, None)
-    best = min(grid, key=lambda ratio: grid[ratio])
-    pairs = [
-        (bench.seconds(probe(rows, outcome.choice.ratio)), bench.seconds(probe(rows, best)))
-        for _ in range(2 * repeats)
-    ]
-    return float(np.median([chosen / other for chosen, other in pairs]))
+    weight, bias = bench.weights[0]
+
+    def product(ratio: float) -> Any:
+        m = split.cpu_rows(rows, ratio)
+
+        def call() -> mx.array:
+            if m == 0:
+                return split.stock_linear(bench.x, weight, bias)
+            return split.run_linear(bench.x, weight, bias, m, "eager", outcome.cpu_dtype)
+
+        return call
+
+    given = {
+        "stock": product(0.0),
+        "chosen": product(outcome.choice.ratio),
+        "best of the grid": product(best),
+    }
+    return arms.measure(given, options, tolerance=TOLERANCE[outcome.site.dtype])
 
 
-def rates_together(shape: Shape, rows: int, outcome: Outcome) -> dict[str, float]:
-    """Rows a second of each unit while both work, at the chosen share."""
-    assert outcome.choice is not None
-    bench = Bench(shape, rows, outcome.cpu_dtype, None)
-    cpu = split.cpu_rows(rows, outcome.choice.ratio)
-    seconds = float(np.median([bench.seconds(probe(rows, outcome.choice.ratio)) for _ in range(5)]))
-    return {"cpu": cpu / seconds, "current": (rows - cpu) / seconds}
-
-
-def measure(path: str, rows: Sequence[int], sites: int, repeats: int) -> dict[str, Any]:
-    """Every site's search and grid, with the environment."""
-    model, _ = load(path)
-    boundary, found = boundary_seconds(), []
-    jobs = [(shape, n) for n in rows for shape in shapes(model)][:sites]
-    for shape, n in jobs:
-        start = time.perf_counter()
-        outcome = search_site(shape, n, seconds=600, boundary=boundary, cpu_dtype="native")
-        searched = time.perf_counter() - start
-        grid = exhaustive(shape, n, outcome.cpu_dtype, repeats)
-        found.append(
-            {
-                "site": shape.site(n).key(),
-                "choice": asdict(outcome.choice) if outcome.choice else None,
-                "search_seconds": searched,
-                "grid": grid,
-                "slower_than_best": chosen_against_best(shape, n, outcome, grid, repeats),
-                "together": rates_together(shape, n, outcome),
-            }
-        )
-    return {"model": Path(path).name, "sites": found, "environment": machine.stamp()}
-
-
-def render(result: dict[str, Any]) -> str:
-    """For people."""
-    lines = [f"{'site':50}{'chosen':>8}{'best':>6}{'slower':>8}{'composed':>10}{'samples':>9}{'seconds':>9}"]
-    for site in result["sites"]:
-        choice, grid = site["choice"], site["grid"]
-        best = min(grid, key=lambda ratio: grid[ratio])
-        composed = "-" if choice["composed"] is None else f"{choice['composed']:.2f}"
-        lines.append(
-            f"{site['site']:50}{choice['ratio']:>8.2f}{float(best):>6.2f}{site['slower_than_best'] - 1:>8.1%}"
-            f"{composed:>10}{choice['samples']:>9}{site['search_seconds']:>9.1f}"
-        )
-        alone = f"CPU {choice['cpu_rate'] or 0:.0f}, current {choice['current_rate']:.0f}"
-        both = f"CPU {site['together']['cpu']:.0f}, current {site['together']['current']:.0f}"
-        lines.append(f"{'':8}rows a second alone: {alone}; together: {both}")
-    return "\n".join(lines)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("benchmarks.calibration", description=__doc__)
-    parser.add_argument("--model", required=True, help="a folder that mlx_lm.load accepts")
-    parser.add_argument("--rows", type=int, nargs="+", default=[512, 256], help="rows (default: 512 256)")
-    parser.add_argument("--sites", type=int, default=5, help="sites, of the first rows first (default: 5)")
-    parser.add_argument("--repeats", type=int, default=5, help="samples of each share (default: 5)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write everything and the environment here")
-    args = parser.parse_args(argv)
-    result = measure(args.model, args.rows, args.sites, args.repeats)
-    show(result, render(result), args.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+EXPERIMENT = Experiment(
+    name="calibration",
+    title="The calibrator's choice against an exhaustive grid",
+    paper="Section 4",
+    cells=cells,
+    measure=measure,
+    memory=library.memory_of_model,
+    samples=(10, 2),
+    arguments=add_arguments,
+)

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.overhead`: what the patch costs a call that it leaves alone.
+"""What the patch costs a call that it leaves alone, and decoding (Section 5.4: exactly neutral).
 
 Every linear layer of every decoded token goes through our function first. Timed is one layer of a known
-model, called with one row (decode) and with one row less than may be split, stock and patched in turns in one
-process, and stock once more under another name, which shows what the machine's noise alone looks like.
-Results stay unevaluated: the arithmetic is the same in both arms, the time of a call is not.
+model, called with one row (decode) and with one row less than may be split; results stay unevaluated there,
+because the arithmetic is the same in both arms and the time of a call is not. Then whole decoding steps of a
+model.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx_lm.models import cache
 
-from benchmarks.output import show
-from fusionml import machine, patched
+from benchmarks import arms, library
+from benchmarks.arms import Arm
+from benchmarks.experiment import Cell, Experiment, Options
+from fusionml import loading, patched
 from fusionml.measure import order, paired_ratio
 from fusionml.patching import session
 from fusionml.settings import Settings
@@ -30,11 +31,45 @@ from fusionml.settings import Settings
 ARMS = ("stock", "patched", "stock again")
 WIDTH = 1024
 MIN_ROWS = Settings().min_rows
-CALLS = 2000
+CALLS, QUICK_CALLS = 2000, 500
 """Calls of one sample, about 10 ms."""
-PAIRS = 150
+TOKENS, QUICK_TOKENS = 16, 4
+"""Decoding steps of one sample."""
+PROMPT = 64
 
 Samples = dict[str, list[float]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    library.add_model(parser)
+
+
+def cells(options: Options) -> dict[str, Cell]:
+    """Both kinds of call, and decoding."""
+    calls = QUICK_CALLS if options.quick else CALLS
+    return {
+        "one row (decode)": {"rows": 1, "width": WIDTH, "calls": calls},
+        f"{MIN_ROWS - 1} rows": {"rows": MIN_ROWS - 1, "width": WIDTH, "calls": calls},
+        "decoding": {
+            "model": options.extra.get("model"),
+            "prompt": PROMPT,
+            "tokens": QUICK_TOKENS if options.quick else TOKENS,
+        },
+    }
+
+
+def memory(cell: Cell) -> int:
+    """Bytes of the layer, or of the model."""
+    if "model" in cell:
+        return library.memory_of_model(cell)
+    return 4 * cell["width"] * (cell["width"] + 2 * cell["rows"])
+
+
+def measure(cell: Cell, options: Options) -> Cell:
+    return calls(cell, options) if "width" in cell else decoding(cell, options)
+
+
+# --- one call
 
 
 def known_layer(width: int = WIDTH) -> nn.Linear:
@@ -46,9 +81,21 @@ def known_layer(width: int = WIDTH) -> nn.Linear:
     return model.layers[0]
 
 
-def seconds(call: Callable[[], Any], calls: int) -> float:
-    """Seconds of one call, the mean of `calls` after as many again to warm up Python's own caches."""
-    repeat = range(calls)
+def calls(cell: Cell, options: Options) -> Cell:
+    """Seconds of one call, and how much more a patched one takes."""
+    samples = sample(known_layer(cell["width"]), cell["rows"], options.samples, cell["calls"])
+    more = {name: extra(samples["stock"], samples[name]) for name in ARMS[1:]}
+    figures = {
+        "extra_seconds_a_call": more["patched"]["value"],
+        "extra": more["patched"],
+        "extra_of_stock_again": more["stock again"],
+    }
+    return {**arms.summarise(samples), "figures": figures}
+
+
+def seconds(call: Callable[[], Any], count: int) -> float:
+    """Seconds of one call, the mean of `count` after as many again to warm up Python's own caches."""
+    repeat = range(count)
     for _ in repeat:
         call()
     gc.disable()
@@ -56,19 +103,19 @@ def seconds(call: Callable[[], Any], calls: int) -> float:
         start = time.perf_counter()
         for _ in repeat:
             call()
-        return (time.perf_counter() - start) / calls
+        return (time.perf_counter() - start) / count
     finally:
         gc.enable()
 
 
-def sample(layer: nn.Linear, rows: int, pairs: int = PAIRS, calls: int = CALLS) -> Samples:
+def sample(layer: nn.Linear, rows: int, pairs: int, count: int) -> Samples:
     """Seconds of a call with `rows` rows, `pairs` samples of each arm in turns."""
     x = mx.ones((1, rows, layer.weight.shape[1]))
     mx.eval(x)
     samples: Samples = {arm: [] for arm in ARMS}
     for arm in order(ARMS, pairs):
         with patched(enabled=True, min_rows=MIN_ROWS) if arm == "patched" else contextlib.nullcontext():
-            samples[arm].append(seconds(lambda: layer(x), calls))
+            samples[arm].append(seconds(lambda: layer(x), count))
     return samples
 
 
@@ -82,55 +129,38 @@ def extra(stock: Sequence[float], treated: Sequence[float]) -> dict[str, float |
     return {"value": more(ratio.value), "low": more(ratio.high), "high": more(ratio.low)}
 
 
-def measure(pairs: int = PAIRS, calls: int = CALLS) -> dict[str, Any]:
-    """Both kinds of call, as plain data: seconds, every sample, and the environment before and after."""
-    layer, before = known_layer(), machine.stamp()
-    cases = []
-    for rows in (1, MIN_ROWS - 1):
-        samples = sample(layer, rows, pairs, calls)
-        stock = samples["stock"]
-        cases.append(
-            {
-                "rows": rows,
-                "stock": float(np.median(stock)),
-                "extra": {arm: extra(stock, samples[arm]) for arm in ARMS[1:]},
-                "samples": samples,
-            }
-        )
-    return {"cases": cases, "environment": before, "conditions_after": machine.conditions()}
+# --- decoding
 
 
-def render(result: dict[str, Any]) -> str:
-    """The result for people, in microseconds."""
-    lines = []
-    for case in result["cases"]:
-        rows = "1 row (decode)" if case["rows"] == 1 else f"{case['rows']} rows"
-        lines.append(f"{rows}: stock {case['stock'] * 1e6:.3f} us a call")
-        lines += [f"  {arm:12}{_microseconds(more)}" for arm, more in case["extra"].items()]
-    before, after = (result[key]["load_average"] for key in ("environment", "conditions_after"))
-    return "\n".join([*lines, f"load average {_load(before)} before, {_load(after)} after"])
+def decoding(cell: Cell, options: Options) -> Cell:
+    """Decoding steps of a model that was loaded while patched, stock and patched; one sample is all steps."""
+    with patched(enabled=True):
+        model, _, _, name = loading.load(cell["model"])
+    prompt, steps = mx.arange(cell["prompt"])[None] % 16, cell["tokens"]
+    kept = cache.make_prompt_cache(model)
+    first = model(prompt, kept)[:, -1:].argmax(-1)
+    mx.eval(first, [layer.state for layer in kept])
+
+    def decode() -> mx.array:
+        cache.trim_prompt_cache(kept, kept[0].offset - cell["prompt"])
+        tokens = [first]
+        for _ in range(steps):
+            tokens.append(model(tokens[-1], kept)[:, -1:].argmax(-1))
+            mx.eval(tokens[-1])
+        return mx.concatenate(tokens)
+
+    result = arms.measure({"stock": decode, "patched": Arm(decode, patched)}, options, tolerance=0.0)
+    rates = {arm_name: steps / arm["median"] for arm_name, arm in result["arms"].items() if arm["median"]}
+    return {**result, "figures": {"model": name, "tokens_per_second": rates}}
 
 
-def _microseconds(more: dict[str, float | None]) -> str:
-    value, low, high = (None if time is None else f"{time * 1e6:+.3f}" for time in more.values())
-    return f"{value} us [{low}, {high}]"
-
-
-def _load(average: Sequence[float] | None) -> str:
-    return "not known" if average is None else f"{average[0]:.2f}"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print, and write the samples where asked."""
-    parser = argparse.ArgumentParser("benchmarks.overhead", description="What the patch costs a small call.")
-    parser.add_argument(
-        "--json", metavar="FILE", type=Path, help="write every sample and the environment here"
-    )
-    args = parser.parse_args(argv)
-    result = measure()
-    show(result, render(result), args.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+EXPERIMENT = Experiment(
+    name="overhead",
+    title="What the patch costs where it does nothing: a call, and decoding",
+    paper="Section 5.4",
+    cells=cells,
+    measure=measure,
+    memory=memory,
+    samples=(150, 0),
+    arguments=add_arguments,
+)

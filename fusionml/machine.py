@@ -89,7 +89,9 @@ class OtherLoad:
         times, own = psutil.cpu_times(), os.times()
         # `user` counts what guests of this machine use, and nothing else is counted twice.
         busy = times.user + times.system + getattr(times, "nice", 0.0)
-        return busy, own.user + own.system, time.perf_counter()
+        # Children count from the moment that they have ended and been waited for.
+        ours = own.user + own.system + own.children_user + own.children_system
+        return busy, ours, time.perf_counter()
 
 
 # --- what keys the table, what is stamped on a result

@@ -13,7 +13,7 @@ import reports
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks import report, report_paper
+from benchmarks import report, report_paper, schema
 from benchmarks.report_read import read
 
 ROOT = Path(__file__).parent.parent
@@ -77,6 +77,13 @@ def _whole_tables(markdown: str) -> None:
 
 
 # --- what there is, is shown
+
+
+def test_the_made_up_results_are_results() -> None:
+    """What the tests below are made of has the form that every run writes."""
+    for experiment, cells in reports.each().items():
+        schema.validate(reports.run(experiment, cells))
+    schema.validate(reports.run("block", [reports.failed("one", "it crashed")], reports.APPLE))
 
 
 @pytest.mark.parametrize("experiment", reports.each())
