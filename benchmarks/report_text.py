@@ -79,7 +79,7 @@ def figure(name: str, value: Any) -> str:
         return "yes" if value else "no"
     if found is None:
         return _other(name, value)
-    if re.search(r"(^|_)(seconds|ttft|time)(_|$)", name):
+    if re.search(r"(^|[_ ])(seconds|ttft|time|extra)([_ ]|$)", name):
         return seconds(found)
     if re.search(r"(^|_)bytes$", name):
         return count_of_bytes(found)

@@ -79,7 +79,7 @@ def cell(
         "status": "done",
         "error": None,
         "seconds": 1.5,
-        "environment": {"start": conditions, "end": conditions},
+        "environment": {"start": conditions, "end": conditions, "others": 0.01},
         "baseline": baseline,
         "arms": arms,
         "aa": ratios.pop(f"{baseline} again"),
@@ -97,7 +97,7 @@ def failed(name: str, error: str, parameters: Json | None = None) -> Json:
         "status": "failed",
         "error": error,
         "seconds": 0.1,
-        "environment": {"start": conditions, "end": conditions},
+        "environment": {"start": conditions, "end": conditions, "others": 0.01},
     }
 
 
