@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks import report, report_paper, schema
+from benchmarks.report_boundaries import BOUNDARIES
 from benchmarks.report_read import read
 
 ROOT = Path(__file__).parent.parent
@@ -173,6 +174,117 @@ def test_other_math_libraries_are_other_machines(tmp_path: Path) -> None:
     page, _ = made(tmp_path)
     assert "MLX CPU, LD_PRELOAD=libopenblas.so.0" in page.text
     assert "/usr/lib" not in page.text
+
+
+def test_scaled_sizes_stand_at_the_papers_lengths(tmp_path: Path) -> None:
+    """Rows that were divided stand at the rows that they are for, beside the paper's."""
+    cells = [
+        reports.cell(
+            f"{rows} rows, {blocks} blocks",
+            {
+                "geometry": "Llama-3-8B",
+                "rows": rows // 8,
+                "paper_rows": rows,
+                "blocks": blocks,
+                "hidden": 512,
+            },
+            {"stock": 1.0, "split": 0.8},
+        )
+        for blocks in (1, 8)
+        for rows in (2048, 4096)
+    ]
+    reports.write(tmp_path, reports.run("depth", cells))
+    _, markdown = made(tmp_path)
+    assert "| machine | arm | the paper's rows 2048 | the paper's rows 4096 | paper, Apple |" in markdown
+    assert (
+        "| Llama-3-8B, split (blocks 8) | 1.25x [1.25, 1.25] | 1.25x [1.25, 1.25] | 1.12x; 1.24x |"
+        in markdown
+    )
+    assert "| 4096 rows, 1 blocks | split | 808 ms | 1.25x [1.25, 1.25] | 1.25x |" in markdown
+
+
+def test_an_arm_that_does_another_work_has_no_speedup(tmp_path: Path) -> None:
+    found = reports.cell("product", {}, {"stock": 1.0, "split": 0.5, "CPU part alone": 0.1, "lazy": 2.0})
+    found["errors"]["CPU part alone"] = None
+    reports.write(tmp_path, reports.run("cholesky", [found]))
+    page, markdown = made(tmp_path)
+    assert "| product | CPU part alone | 101 ms | 10.00x [10.00, 10.00] (other work) |" in markdown
+    assert "MLX CPU: product split 2.00x, product lazy 0.50x |" in markdown
+    assert "CPU part alone 10.00x" not in page.text
+
+
+def test_a_figure_of_a_cell_stands_beside_the_papers(tmp_path: Path) -> None:
+    cells = [reports.cell("5 minutes", {}, {"stock": 1.0, "split": 0.6}, {"burst speedup": 1.66})]
+    reports.write(tmp_path, reports.run("sustained", cells))
+    _, before = made(tmp_path)
+    assert "| 5 minutes | burst speedup | 1.66x | 1.79x |" in before
+    assert "5 minutes: burst speedup 1.66x | On a machine without a fan" in before
+    row = "| Raw matmuls on the passively cooled machine, burst | M1 | 1.79x | Section 6 |"
+    assert f"{row} not yet measured |" in before
+    reports.write(tmp_path, reports.run("sustained", cells, reports.APPLE | {"chip": "Apple M1"}))
+    assert f"{row} 1.66x |" in made(tmp_path)[1]
+
+
+def test_every_boundary_has_the_papers_figure_the_measured_one_and_a_sentence(tmp_path: Path) -> None:
+    every = reports.each()
+    reports.write(tmp_path, *(reports.run(b.experiment, every[b.experiment]) for b in BOUNDARIES))
+    _, markdown = made(tmp_path)
+    for boundary in BOUNDARIES:
+        (row,) = (line for line in markdown.split("\n") if line.endswith(f"| {boundary.means} |"))
+        title, paper, measured = row.strip("| ").split(" | ")[:3]
+        assert title == boundary.title
+        assert paper
+        assert measured.startswith("Made-up Chip, 2 cores, MLX CPU: ")
+    assert re.search(r"\| Decoding \| cannot help \| .*0.50x to 0.71x \(7 of 7 cells\)", markdown)
+
+
+def test_decoding_ends_where_its_rows_end(tmp_path: Path) -> None:
+    cells = [
+        reports.cell(f"{rows} rows", {"rows": rows}, {"stock": 1.0, "split": split})
+        for rows, split in ((1, 2.0), (64, 1.0), (256, 0.5))
+    ]
+    reports.write(tmp_path, reports.run("decode", cells))
+    assert "1 rows split 0.50x, 64 rows split 1.00x |" in made(tmp_path)[1]
+
+
+def test_predictions_stand_beside_what_was_measured(tmp_path: Path) -> None:
+    cells = [
+        reports.cell("512 rows", {}, {"stock": 1.0, "split": 0.8, "blocked": 0.1}, {"pair": reports.PAIR})
+    ]
+    reports.write(tmp_path, reports.run("cholesky", cells))
+    _, markdown = made(tmp_path)
+    assert (
+        "| cholesky 512 rows | 1.84x | 1.25x [1.25, 1.25] (split) | 50 % | 20 | 20 | 1.1 | 90 |" in markdown
+    )
+
+
+def test_a_trace_is_drawn_by_policy_and_its_decisions_are_told(tmp_path: Path) -> None:
+    trace = [
+        {"policy": policy, "arm": arm, "seconds": 0.01, "decisions": ["call 7: dropped split"] * (call == 7)}
+        for call in range(30)
+        for policy, arm in (("auto", "split"), ("lock", "eager"), ("stock again", "eager"))
+    ]
+    reports.write(
+        tmp_path, reports.run("gate", [reports.cell("one", {}, {"stock": 1.0, "auto": 0.9}, trace=trace)])
+    )
+    page, markdown = made(tmp_path)
+    assert "one: auto" in page.text
+    assert "one: lock" in page.text
+    assert "one: stock again" not in page.text
+    assert "- auto: call 7: dropped split" in markdown
+    assert "| auto | split | 30 | 10 ms | 10 ms | 10 ms |" in markdown
+
+
+def test_the_timeline_has_a_bar_for_each_unit(tmp_path: Path) -> None:
+    reports.write(tmp_path, reports.run("mechanism", reports.mechanism()))
+    html, _ = report.pages(read(tmp_path), PAPER)
+    (picture,) = re.findall(r'<svg[^>]*aria-label="Made-up Chip, 2 cores, MLX CPU: float32">.*?</svg>', html)[
+        :1
+    ]
+    bars = re.findall(r'<rect x="([\d.]+)" y="[\d.]+" width="([\d.]+)" height="12.0" class="bar"/>', picture)
+    assert len(bars) == 7, "one for each arm, two for the one whose units were told apart"
+    widths = sorted(float(width) for _, width in bars)
+    assert widths[-1] / widths[0] == pytest.approx(31.31 / 12.6, rel=0.01)
 
 
 # --- which of several runs
