@@ -73,7 +73,7 @@ def words(name: str) -> str:
 def figure(name: str, value: Any) -> str:
     """Any value that a cell reports, with the unit that its name gives."""
     found = number(value)
-    if value is None:
+    if value is None or (found is None and isinstance(value, float)):
         return NONE
     if isinstance(value, bool):
         return "yes" if value else "no"

@@ -350,6 +350,7 @@ def test_failed_cells_untimed_arms_forced_runs_and_unstable_samples_are_named(tm
     assert "| training | wrong | - | not timed | - | 3.0e-01 | not timed: it differs by 0.3 |" in markdown
     for said in ("other: its process was ended by SIGKILL", "on battery (63 %)", "the machine got hot"):
         assert said in page.text
+    assert "- made-up-chip-2-cores-cpu/training-2026-11-30.json: on battery (63 %)" in markdown
     assert "split: the standard deviation is 14% of the mean" in page.text
     assert "1 of 2 cells (forced)" in page.text
 
@@ -376,6 +377,19 @@ def test_files_of_another_shape_are_listed_with_the_speedups_in_them(tmp_path: P
         assert re.search(rf"\| {name} \| unreadable: \w+ \|", markdown)
     assert "another version of the format than 1" in page.text
     assert "half-written" not in page.text
+
+
+def test_what_is_no_number_is_not_known(tmp_path: Path) -> None:
+    """Python reads NaN and infinities from a JSON, though no run writes them."""
+    found = reports.cell("one", {"rows": 8}, {"stock": 1.0, "split": 0.5}, {"overlap": float("nan")})
+    found["ratios"]["odd"] = {"value": float("nan"), "low": 1.0, "high": 2.0, "pairs": 3}
+    found["ratios"]["wide"] = {"value": 1.5, "low": float("-inf"), "high": float("inf"), "pairs": 3}
+    found["errors"] = {}
+    reports.write(tmp_path, reports.run("mechanism", [found]))
+    page, markdown = made(tmp_path)
+    assert "2.00x" in page.text
+    assert "| one | wide | - | 1.50x (no interval) |" in markdown
+    assert "| one | odd |" not in markdown
 
 
 def test_hostile_text_stays_text(tmp_path: Path) -> None:
