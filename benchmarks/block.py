@@ -94,7 +94,7 @@ def measure(cell: Cell, options: Options) -> Cell:
     one = stack(geometry, 1, dtype)
     seconds = library.calibration_seconds(lambda: one(x), options)
     table, shares = library.calibrated(model(geometry, 2, dtype), [rows], seconds, cell["cpu_dtype"])
-    fusionml.patch(blocks, enabled=False)
+    library.know(blocks)
     split = library.split_arms(call, table, min_rows=max(2, rows // 2), cpu_dtype=cell["cpu_dtype"])
     result = arms.measure({"stock": call, **split}, options, tolerance=TOLERANCE[cell["dtype"]])
     return {**result, "figures": figures(result, shares)}

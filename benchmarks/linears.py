@@ -21,21 +21,20 @@ from fusionml.calibrate import TOLERANCE
 from fusionml.measure import relative_error
 from fusionml.patching import session
 
-ROWS = (511,)
-"""A prompt of 512 tokens, of which MLX-LM holds the last one back."""
+ROWS, QUICK_ROWS = (511,), (127,)
+"""Prompts of 512 and 128 tokens, of which MLX-LM holds the last one back."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     library.add_model(parser)
-    parser.add_argument(
-        "--rows", type=int, nargs="+", default=list(ROWS), help="rows of each call (default: 511)"
-    )
+    parser.add_argument("--rows", type=int, nargs="+", help="rows of each call (default: 511)")
 
 
 def cells(options: Options) -> dict[str, Cell]:
     """One for each number of rows."""
     model = options.extra.get("model")
-    return {f"{rows} rows": {"model": model, "rows": rows} for rows in options.extra.get("rows", ROWS)}
+    rows = options.extra.get("rows") or (QUICK_ROWS if options.quick else ROWS)
+    return {f"{n} rows": {"model": model, "rows": n} for n in rows}
 
 
 def live_layers(model: nn.Module) -> list[nn.Linear]:

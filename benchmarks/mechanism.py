@@ -212,21 +212,21 @@ def figures(cell: Cell, times: dict[str, float], p: Problem) -> dict[str, Any]:
     }
     cpu_rows, rest = cell["cpu_rows"], cell["rows"] - cell["cpu_rows"]
     alone = (cpu_rows / cpu_alone, rest / current_alone)
-    together = contended(cpu_rows, rest, *ends(p), *alone)
+    cpu, current = contended(cpu_rows, rest, *ends(p), *alone)
     return {
         "overlap": overlaps["eager boundary"],
         "overlaps": overlaps,
-        "cpu_rows_per_second": {"alone": alone[0], "together": together[0]},
-        "current_rows_per_second": {"alone": alone[1], "together": together[1]},
+        "cpu_rows_per_second": {"alone": alone[0], "together": cpu},
+        "current_rows_per_second": {"alone": alone[1], "together": current},
         "ratio_of_rates_alone": composed_ratio(*alone),
-        "ratio_of_rates_together": composed_ratio(*together),
+        "ratio_of_rates_together": composed_ratio(cpu, current) if cpu and current else None,
     }
 
 
 def contended(
     cpu_rows: int, rest: int, cpu_end: float, current_end: float, cpu_alone: float, current_alone: float
-) -> tuple[float, float]:
-    """Rows a second of (CPU, current stream) while both work.
+) -> tuple[float | None, float | None]:
+    """Rows a second of (CPU, current stream) while both work; None where noise leaves nothing of one.
 
     The unit that is done first worked beside the other all the time; what the other did afterwards it did
     alone, at its own rate.
@@ -237,10 +237,9 @@ def contended(
         cpu_alone, current_alone: rows a second of each with nobody beside it.
     """
     both = min(cpu_end, current_end)
-    cpu = cpu_rows - cpu_alone * (cpu_end - both)
-    current = rest - current_alone * (current_end - both)
-    # Noise can leave next to nothing of a part: a unit is never slower than the whole run makes it.
-    return max(cpu / both, cpu_rows / cpu_end), max(current / both, rest / current_end)
+    cpu = (cpu_rows - cpu_alone * (cpu_end - both)) / both
+    current = (rest - current_alone * (current_end - both)) / both
+    return cpu if cpu > 0 else None, current if current > 0 else None
 
 
 def ends(p: Problem) -> tuple[float, float]:

@@ -27,7 +27,7 @@ from fusionml.settings import names, variable
 
 VERSION = 1
 ROOT = Path(__file__).parent.parent
-CELL_SECONDS = 3600.0
+CELL_SECONDS, QUICK_CELL_SECONDS = 3600.0, 300.0
 """Longest that one cell may take: one that hangs must not cost the others."""
 EMPTY: Cell = {"baseline": None, "arms": {}, "ratios": {}, "aa": None, "errors": {}, "figures": {}}
 COOL = (None, "nominal")
@@ -174,7 +174,8 @@ def _in_a_process(job: Run, parameters: Cell) -> dict[str, Any]:
             env=cell_environment(os.environ, scratch, parameters.get("environ", {})),
             text=True,
         )
-        failure = _wait(process, json.dumps(request))
+        limit = QUICK_CELL_SECONDS if job.options.quick else CELL_SECONDS
+        failure = _wait(process, json.dumps(request), limit)
         if failure is None and answer.exists():
             found: dict[str, Any] = json.loads(answer.read_text())
             return found
@@ -193,18 +194,18 @@ def cell_environment(environ: Mapping[str, str], scratch: str, more: Mapping[str
     return {**kept, "PYTHONPATH": found_in, variable("table"): str(Path(scratch) / "ratios.json"), **more}
 
 
-def _wait(process: subprocess.Popen[str], request: str) -> str | None:
-    """Why the process came to nothing; None where it ended as it should."""
+def _wait(process: subprocess.Popen[str], request: str, limit: float) -> str | None:
+    """Why the process came to nothing within `limit` seconds; None where it ended as it should."""
     assert process.stdin is not None
     try:
         # Not communicate(): the pipe stays open until the cell has ended, which tells it that we live.
         process.stdin.write(request + "\n")
         process.stdin.flush()
-        code = process.wait(CELL_SECONDS)
+        code = process.wait(limit)
     except BrokenPipeError:
         code = process.wait()
     except subprocess.TimeoutExpired:
-        return f"it took more than {CELL_SECONDS:.0f} s"
+        return f"it took more than {limit:.0f} s"
     finally:
         process.kill()
         process.wait()

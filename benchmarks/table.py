@@ -21,9 +21,14 @@ def _cell(cell: Mapping[str, Any]) -> Iterator[str]:
     if cell["status"] == "failed":
         yield f"{cell['name']}: failed: {cell['error']}"
         return
-    yield f"{cell['name']}{'median':>{max(1, 44 - len(cell['name']))}}  against {cell['baseline']}"
+    width = 2 + max(map(len, [cell["name"], *cell["arms"]]))
+    yield (
+        f"{cell['name']:{width + 2}}{'median':>10}  against {cell['baseline']}"
+        if cell["arms"]
+        else cell["name"]
+    )
     for name, arm in cell["arms"].items():
-        yield _arm(cell, name, arm)
+        yield _arm(cell, name, arm, width)
     for name, value in cell["figures"].items():
         if not isinstance(value, dict | list):
             yield f"  {name}: {_figure(value)}"
@@ -31,12 +36,14 @@ def _cell(cell: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  warning, {name}: {text}" for text in arm["warnings"])
 
 
-def _arm(cell: Mapping[str, Any], name: str, arm: Mapping[str, Any]) -> str:
+def _arm(cell: Mapping[str, Any], name: str, arm: Mapping[str, Any], width: int) -> str:
     twin = name == f"{cell['baseline']} again"
     ratio, error = cell["aa"] if twin else cell["ratios"].get(name), cell["errors"].get(name)
     middle = "-" if arm["median"] is None else seconds(arm["median"])
     against = "" if ratio is None else str(Ratio(**ratio))
-    return f"  {name:32}{middle:>10}  {against:24}{'' if error is None else f'error {error:.1e}'}".rstrip()
+    return (
+        f"  {name:{width}}{middle:>10}  {against:24}{'' if error is None else f'error {error:.1e}'}".rstrip()
+    )
 
 
 def seconds(value: float) -> str:

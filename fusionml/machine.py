@@ -24,7 +24,17 @@ T = TypeVar("T")
 
 # OSThermalPressureLevel, in the system's own words.
 THERMAL_LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")
-_STEERING = {"VECLIB_MAXIMUM_THREADS", "LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
+_STEERING = {"LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
+_STEERING_PREFIXES = ("MLX_", "VECLIB_", "OPENBLAS_", "GOTO_", "MKL_", "OMP_", "KMP_", "BLIS_")
+# macOS <sys/qos.h>: threads below `default` may be kept on efficiency cores.
+QOS_CLASSES = {
+    0x21: "user-interactive",
+    0x19: "user-initiated",
+    0x15: "default",
+    0x11: "utility",
+    0x09: "background",
+    0x00: "unspecified",
+}
 
 
 # --- what MLX sees
@@ -120,7 +130,10 @@ def stamp() -> dict[str, Any]:
         "mlx_lm": _version("mlx-lm"),
         "fusionml": __version__,
         "commit": git_commit(Path(__file__).parent),
+        "blas": attempt(_math_libraries),
+        "math_gflops": attempt(math_fingerprint),
         "scheduling": attempt(_scheduling),
+        "qos": attempt(_qos),
         "nice": attempt(lambda: os.getpriority(os.PRIO_PROCESS, 0)),
         **conditions(),
     }
@@ -207,6 +220,17 @@ def _scheduling() -> str | None:
     return None
 
 
+def _qos() -> str | None:
+    """The quality-of-service class that macOS gives to the calling thread."""
+    return QOS_CLASSES.get(ctypes.CDLL(None).qos_class_self()) if _mac() else None
+
+
+def _math_libraries() -> list[str] | None:
+    """The names of the math libraries in this process; None where the system does not list them."""
+    maps = Path("/proc/self/maps")
+    return parse_math_libraries(maps.read_text()) if maps.exists() else None
+
+
 def _power_source(battery: Any) -> str | None:
     if battery is not None and battery.power_plugged is not None:
         return "mains" if battery.power_plugged else "battery"
@@ -241,8 +265,14 @@ def steering_variables(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in sorted(environ.items())
-        if name in _STEERING or name.endswith("_NUM_THREADS") or name.startswith("MLX_")
+        if name in _STEERING or name.endswith("_NUM_THREADS") or name.startswith(_STEERING_PREFIXES)
     }
+
+
+def parse_math_libraries(maps: str) -> list[str]:
+    """Names of the libraries with a BLAS in `/proc/self/maps`, sorted, each once."""
+    found = re.findall(r"/([^/\n]*(?:blas|mkl_|blis)[^/\n]*\.so[^/\n ]*)$", maps, re.MULTILINE)
+    return sorted(set(found))
 
 
 def parse_pmset_therm(text: str) -> str | None:

@@ -32,6 +32,7 @@ def toy(monkeypatch: Fixture) -> None:
     monkeypatch.setattr(runner, "NAMES", {"overhead": "toys"})
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setattr(pressure, "read", lambda: pressure.Reading(free_bytes=10**9))
+    monkeypatch.setattr(runner, "BUSY", 1.0)
     only_fine = replace(toys.EXPERIMENT, arguments=add_kinds)
     monkeypatch.setattr(toys, "EXPERIMENT", only_fine)
     elsewhere = replace(only_fine, name="pressure", unavailable=lambda: "it needs a Mac")

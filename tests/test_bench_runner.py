@@ -32,6 +32,7 @@ def toy(monkeypatch: Fixture) -> None:
     monkeypatch.setitem(experiment.NAMES, "overhead", "toys")
     monkeypatch.setenv("PYTHONPATH", TESTS)
     monkeypatch.setattr(pressure, "read", lambda: pressure.Reading(free_bytes=10**9))
+    monkeypatch.setattr(runner, "BUSY", 1.0)
 
 
 def job(folder: Path, *kinds: str, made: Experiment = toys.EXPERIMENT, **extra: Any) -> runner.Run:
@@ -74,7 +75,7 @@ def test_a_cell_sees_its_own_environment_and_nothing_that_steers_fusionml(
 
 
 def test_a_cell_that_hangs_is_ended(monkeypatch: Fixture, tmp_path: Path) -> None:
-    monkeypatch.setattr(runner, "CELL_SECONDS", 5.0)
+    monkeypatch.setattr(runner, "QUICK_CELL_SECONDS", 5.0)
     _, document = runner.run(job(tmp_path, "wait", started=str(tmp_path / "started")))
     assert document["cells"][0]["error"] == "it took more than 5 s"
     _gone(int((tmp_path / "started").read_text()))
@@ -207,6 +208,7 @@ def test_heat_is_a_warning(monkeypatch: Fixture, tmp_path: Path) -> None:
 
 def test_other_programs_in_the_way_are_a_warning(monkeypatch: Fixture, tmp_path: Path) -> None:
     answers = iter([0.5, 0.1, None])
+    monkeypatch.setattr(runner, "BUSY", 0.15)
     monkeypatch.setattr(
         runner, "_in_a_process", lambda *_: {"result": {}, "error": None, "others": next(answers)}
     )

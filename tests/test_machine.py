@@ -210,13 +210,47 @@ def test_steering_variables():
         "MLX_ENABLE_TF32": "0",
         "LD_PRELOAD": "/lib/libopenblas.so",
         "DYLD_INSERT_LIBRARIES": "/a.dylib",
+        "OPENBLAS_CORETYPE": "Zen",
+        "OMP_PROC_BIND": "true",
         "HF_TOKEN": "secret",
         "NUM_THREADS_": "1",
         "FUSIONML_RATIO": "0.3",
     }
     found = machine.steering_variables(environ)
-    assert list(found) == sorted(list(environ)[:5])
+    assert list(found) == sorted(list(environ)[:7])
     assert found["OMP_NUM_THREADS"] == "2"
+
+
+# Two mappings of one library, one whose folder only looks like one, and the program itself.
+MAPS = """\
+7f00-7f10 r-xp 00000000 08:01 42    /usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0
+7f10-7f20 r--p 00001000 08:01 42    /usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblas.so.0
+7f20-7f30 r-xp 00000000 08:01 43    /venv/numpy.libs/libscipy_openblas64_-32a4b2a6.so
+7f30-7f40 r-xp 00000000 08:01 44    /usr/lib/openblas-pthread/libc.so.6
+7f40-7f50 r-xp 00000000 08:01 45    /venv/mlx/lib/libblas-9f2d.so.3
+7f50-7f60 rw-p 00000000 00:00 0     [heap]
+"""
+
+
+def test_math_libraries_of_a_process():
+    assert machine.parse_math_libraries(MAPS) == [
+        "libblas-9f2d.so.3",
+        "libopenblas.so.0",
+        "libscipy_openblas64_-32a4b2a6.so",
+    ]
+    assert machine.parse_math_libraries("") == []
+
+
+def test_the_quality_of_service_of_a_thread(monkeypatch):
+    class Library:
+        def __init__(self, name: None) -> None:
+            self.qos_class_self = lambda: 0x09
+
+    monkeypatch.setattr(machine.ctypes, "CDLL", Library)
+    monkeypatch.setattr(machine, "_mac", lambda: True)
+    assert machine._qos() == "background"
+    monkeypatch.setattr(machine, "_mac", lambda: False)
+    assert machine._qos() is None
 
 
 # --- the layer that asks the system
@@ -330,7 +364,7 @@ def test_the_stamp_holds_what_the_protocol_asks_and_is_json():
     asked = {"chip", "cores", "cores_by_kind", "gpu_cores", "memory_bytes", "os_build"}
     asked |= {"python", "mlx", "mlx_lm", "fusionml", "commit", "environment", "default_device", "backend"}
     asked |= {"power_source", "battery_percent", "low_power_mode", "thermal", "free_bytes"}
-    asked |= {"swap_used_bytes", "load_average", "scheduling", "nice"}
+    asked |= {"swap_used_bytes", "load_average", "scheduling", "qos", "nice", "blas", "math_gflops"}
     assert asked <= set(stamp)
     assert json.loads(json.dumps(stamp, allow_nan=False)) == stamp
     assert 0 < stamp["free_bytes"] <= stamp["memory_bytes"]
