@@ -105,6 +105,9 @@ def _one(boundary: Boundary, results: Results, paper: Paper) -> Iterator[Block]:
         yield Pictures(found)
     for machine, measured in cells.items():
         yield from details(machine, measured, paper)
+        drawn = [picture for one in measured for picture in traces.drawn(machine, one.cell)]
+        if drawn:
+            yield Pictures(drawn, folded=f"Call by call, {machine}" if len(drawn) > _FEW else "")
         for one in measured:
             yield from traces.told(machine, one.cell)
     yield paper_table(paper.of(boundary.experiment), results, paper)
@@ -117,8 +120,6 @@ def _drawn(machine: str, measured: Sequence[Measured], paper: Paper) -> Iterator
         yield from pictures.panels(lines, say.words(key or ""))
     else:
         yield from pictures.speedups(machine, measured, paper)
-    for one in measured:
-        yield from traces.drawn(machine, one.cell)
 
 
 def _paper(figures: Sequence[Figure]) -> str:

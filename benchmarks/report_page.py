@@ -63,9 +63,10 @@ class Picture:
 
 @dataclass(frozen=True)
 class Pictures:
-    """Side by side where there is room."""
+    """Side by side where there is room; hidden behind its caption if `folded` is one."""
 
     pictures: Sequence[Picture]
+    folded: str = ""
     kind: ClassVar[str] = "pictures"
 
 

@@ -104,8 +104,9 @@ def _said(runs: Sequence[Run]) -> Iterator[str]:
     for run in runs:
         for warning in run.warnings:
             yield f"{run.file}: {warning}"
-        if str(run.start.get("scheduling")).lower() == "background":
-            yield f"{run.file}: ran in the background class, on efficiency cores"
+        slow = {text(run.start.get(name)) for name in ("scheduling", "qos")} & {"background", "utility"}
+        for name in sorted(filter(None, slow)):
+            yield f"{run.file}: ran in the class {name}, which may be kept on efficiency cores"
 
 
 # --- where the figures come from
@@ -125,6 +126,7 @@ def machines(results: Results) -> Section:
         "MLX",
         "MLX-LM",
         "FusionML",
+        "CPU math",
         "power",
         "thermal",
         "load",
@@ -155,6 +157,7 @@ def _run_row(run: Run) -> tuple[str, ...]:
         run.machine,
         *(_plain(run.start.get(name)) for name in ("os_build", "mlx", "mlx_lm")),
         version,
+        _math(run.start.get("math_gflops")),
         _both(run, "power_source", _plain),
         _both(run, "thermal", _plain),
         _both(run, "load_average", _load),
@@ -164,6 +167,12 @@ def _run_row(run: Run) -> tuple[str, ...]:
 
 def _plain(value: Any) -> str:
     return say.NONE if value is None else say.clean(value)
+
+
+def _math(value: Any) -> str:
+    rates = {name: number(rate) for name, rate in as_dict(value).items()}
+    told = ", ".join(f"{say.clean(name)} {rate:.3g}" for name, rate in rates.items() if rate is not None)
+    return f"{told} GFLOP/s" if told else say.NONE
 
 
 def _load(value: Any) -> str:

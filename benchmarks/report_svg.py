@@ -21,6 +21,7 @@ LEFT, RIGHT = 8.0, 352.0
 LINE = 14.0
 Kind = Literal["measured", "paper", "predicted"]
 MARKS = ("circle", "square", "triangle", "diamond", "cross", "plus")
+_MOST_NAMED = 8
 _LETTERS = 56
 """Letters of the pictures' text that fit across one."""
 
@@ -47,8 +48,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Series:
+    """`joined` by a line, where what lies between the points is more of the same."""
+
     label: str
     points: Sequence[Point]
+    joined: bool = True
 
 
 @dataclass(frozen=True)
@@ -124,15 +128,15 @@ def lines(title: str, series: Sequence[Series], axis_x: Axis, axis_y: Axis) -> M
         parts.append(_text(40, up(tick) + 4, f"{tick:.4g}", "end"))
     if axis_y.reference is not None:
         parts.append(_line(44, up(axis_y.reference), RIGHT, up(axis_y.reference), "reference"))
-    for x in _spaced(xs, across):
+    for x in _ticks_along(xs, across, axis_x.log):
         parts.append(_text(across(x), bottom + 15, f"{x:.6g}", "middle"))
     parts.append(_text((44 + RIGHT) / 2, bottom + 31, axis_x.label, "middle"))
     y = bottom + 42
     for place, one in enumerate(series):
         # A little apart, so that intervals that lie on each other can be told.
-        shift = 5.0 * (place - (len(series) - 1) / 2)
+        shift = 5.0 * (place - (len(series) - 1) / 2) if one.joined else 0.0
         parts.append(_series(one, place, across, up, shift))
-        y = _key(parts, one.label, _sample(place, y + 6), y)
+        y = _key(parts, one.label, _sample(place, y + 6, one.joined), y)
     for band in axis_y.bands:
         y = _key(parts, band.label, [_box(LEFT, y + 1, 28, 10, "band")], y)
     return _svg(title, y + 4, parts)
@@ -265,11 +269,13 @@ def _bands(bands: Sequence[Band], up: _Scale) -> list[Markup]:
     return parts
 
 
-def _spaced(xs: Sequence[float], across: _Scale) -> list[float]:
-    """The x at which there is room for a figure."""
+def _ticks_along(xs: Sequence[float], across: _Scale, log: bool) -> list[float]:
+    """The x to name: the measured ones where they are few, else round ones; as many as there is room for."""
+    if len(xs) > _MOST_NAMED and not log:
+        xs = [x for x in nice_ticks(xs[0], xs[-1]) if xs[0] <= x <= xs[-1]]
     shown: list[float] = []
     for x in xs:
-        if not shown or across(x) - across(shown[-1]) >= 36:
+        if not shown or across(x) - across(shown[-1]) >= 40:
             shown.append(x)
     return shown
 
@@ -277,7 +283,8 @@ def _spaced(xs: Sequence[float], across: _Scale) -> list[float]:
 def _series(one: Series, place: int, across: _Scale, up: _Scale, shift: float) -> Markup:
     points = sorted(one.points, key=lambda point: point.x)
     path = " ".join(f"{across(p.x) + shift:.1f},{up(p.y):.1f}" for p in points)
-    parts = [Markup('<polyline points="{}" class="series dash{}"/>').format(path, place % 4)]
+    line = Markup('<polyline points="{}" class="series dash{}"/>').format(path, place % 4)
+    parts = [line] if one.joined else []
     for point in points:
         x = across(point.x) + shift
         if point.low is not None and point.high is not None:
@@ -288,11 +295,12 @@ def _series(one: Series, place: int, across: _Scale, up: _Scale, shift: float) -
     return Markup("").join(parts)
 
 
-def _sample(place: int, y: float) -> list[Markup]:
+def _sample(place: int, y: float, joined: bool) -> list[Markup]:
     """How a series is drawn, for the key."""
     line = Markup('<polyline points="{},{} {},{}" class="series dash{}"/>')
     stroke = line.format(LEFT, y, LEFT + 28, y, place % 4)
-    return [stroke, _mark(MARKS[place % len(MARKS)], LEFT + 14, y, "measured")]
+    mark = _mark(MARKS[place % len(MARKS)], LEFT + 14, y, "measured")
+    return [stroke, mark] if joined else [mark]
 
 
 def _key(parts: list[Markup], label: str, sample: Sequence[Markup], y: float) -> float:

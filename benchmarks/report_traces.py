@@ -50,7 +50,9 @@ def _curve(title: str, entries: Sequence[dict[str, Any]], value: str) -> Picture
         at, y = (number(entry.get(along)) if along else float(place)), number(entry.get(value))
         if at is not None and y is not None:
             series.setdefault(_word(entry, kind) or say.words(value), []).append(svg.Point(at, y))
-    shown = [svg.Series(name, points) for name, points in list(series.items())[:_MOST_SERIES]]
+    # Two arms take turns: a line between two calls of one would lead through those of the other.
+    alone = len(series) == 1
+    shown = [svg.Series(name, points, alone) for name, points in list(series.items())[:_MOST_SERIES]]
     if not shown:
         return None
     axis = svg.Axis(say.words(value), reference=1.0 if value in ("speedup", "ratio") else None)

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fusionml import machine
 from fusionml.measure import paired_ratio
 
 Json = dict[str, Any]
 
-STAMP: Json = {
+STAMP: Json = machine.stamp() | {
     "chip": "Made-up Chip",
     "gpu": None,
     "gpu_cores": None,
@@ -28,6 +29,7 @@ STAMP: Json = {
     "default_device": "Device(cpu, 0)",
     "environment": {},
     "scheduling": "SCHED_OTHER",
+    "qos": None,
     "nice": 0,
     "power_source": None,
     "battery_percent": None,
@@ -119,16 +121,16 @@ def run(experiment: str, cells: Sequence[Json], stamp: Json = STAMP, **more: Any
     } | more
 
 
-def write(folder: Path, *runs: Json, machine: str = "made-up-chip-2-cores-cpu") -> list[Path]:
+def write(folder: Path, *runs: Json, slug: str = "made-up-chip-2-cores-cpu") -> list[Path]:
     """The runs as files, named as the runner names them."""
     files = []
     for found in runs:
         stem, number = f"{found['experiment']}-{found['when'][:10]}", 1
-        (folder / machine).mkdir(parents=True, exist_ok=True)
-        file = folder / machine / f"{stem}.json"
+        (folder / slug).mkdir(parents=True, exist_ok=True)
+        file = folder / slug / f"{stem}.json"
         while file.exists():
             number += 1
-            file = folder / machine / f"{stem}-{number}.json"
+            file = folder / slug / f"{stem}-{number}.json"
         file.write_text(json.dumps(found))
         files.append(file)
     return files
