@@ -17,6 +17,10 @@ from benchmarks.report_paper import Figure, Paper
 from benchmarks.report_read import Cell, Interval, Results, as_dict, number
 
 _FEW = 4
+_PREDICTIONS = 8
+"""Shown in one picture."""
+
+Best = tuple[str, Interval] | None
 
 
 @dataclass(frozen=True)
@@ -161,26 +165,6 @@ def _speedups(cells: Sequence[Measured]) -> str:
 
 def predictions(results: Results) -> Section:
     """What four measured figures predict, beside what came out."""
-    rows, points = [], []
-    for run in results.runs:
-        for cell in run.cells:
-            for where, told in _predicted(cell.figures):
-                best = _best(cell)
-                speedup, ratio = number(told["predicted_speedup"]), number(told.get("predicted_ratio"))
-                if speedup is None:
-                    continue
-                name = " ".join(filter(None, (run.experiment, cell.name, where)))
-                measured = f"{say.speedup(best[1])} ({best[0]})" if best else say.NONE
-                share = say.NONE if ratio is None else say.share(ratio)
-                rows.append((run.machine, name, say.times(speedup), measured, share, *_inputs(told)))
-                points.append(
-                    svg.Row(
-                        f"predicted: {run.machine}, {name}", say.times(speedup), speedup, kind="predicted"
-                    )
-                )
-                if best:
-                    b = best[1]
-                    points.append(svg.Row(f"measured: {best[0]}", say.speedup(b), b.value, b.low, b.high))
     blocks: list[Block] = [
         Paragraph(
             "The pair model predicts the best speedup of one split matmul from four measured figures: the "
@@ -188,29 +172,46 @@ def predictions(results: Results) -> Section:
             "of a call. A cell that computes more than one matmul gains less than that."
         )
     ]
-    if not rows:
-        return Section(
-            "Prediction and measurement",
-            "Sections 3 and 4",
-            [*blocks, Paragraph(f"{say.NOT_YET.capitalize()}.")],
-        )
+    found = [
+        (run.machine, " ".join(filter(None, (run.experiment, cell.name, where))), told, _best(cell))
+        for run in results.runs
+        for cell in run.cells
+        for where, told in _predicted(cell.figures)
+    ]
+    if not found:
+        blocks.append(Paragraph(f"{say.NOT_YET.capitalize()}."))
+        return Section("Prediction and measurement", "Sections 3 and 4", blocks)
     axis = svg.Axis("speedup", reference=1.0, reference_label="the same")
-    parts = [points[start : start + 16] for start in range(0, len(points), 16)]
-    blocks.append(
-        Pictures(
-            [
-                Picture(svg.intervals("Predicted and measured", p, axis), "Crosses are predicted")
-                for p in parts
-            ]
-        )
-    )
+    for start in range(0, len(found), _PREDICTIONS):
+        points = [row for one in found[start : start + _PREDICTIONS] for row in _prediction_rows(*one)]
+        caption = "Predicted (crosses) and measured (circles)"
+        blocks.append(Pictures([Picture(svg.intervals(caption, points, axis), caption)]))
     columns = ("machine", "cell", "predicted", "best measured", "predicted CPU share", *_INPUTS.values())
-    return Section(
-        "Prediction and measurement", "Sections 3 and 4", [*blocks, Table("The pair model", columns, rows)]
+    blocks.append(Table("The pair model", columns, [_prediction_line(*one) for one in found]))
+    return Section("Prediction and measurement", "Sections 3 and 4", blocks)
+
+
+def _prediction_rows(machine: str, name: str, told: dict[str, Any], best: Best) -> Iterator[svg.Row]:
+    speedup = told["predicted_speedup"]
+    yield svg.Row(f"predicted: {machine}, {name}", say.times(speedup), speedup, kind="predicted")
+    if best:
+        arm, ratio = best
+        yield svg.Row(f"measured: {arm}", say.speedup(ratio), ratio.value, ratio.low, ratio.high)
+
+
+def _prediction_line(machine: str, name: str, told: dict[str, Any], best: Best) -> tuple[str, ...]:
+    ratio = number(told.get("predicted_ratio"))
+    return (
+        machine,
+        name,
+        say.times(told["predicted_speedup"]),
+        f"{say.speedup(best[1])} ({best[0]})" if best else say.NONE,
+        say.NONE if ratio is None else say.share(ratio),
+        *_inputs(told),
     )
 
 
-def _best(cell: Cell) -> tuple[str, Interval] | None:
+def _best(cell: Cell) -> Best:
     """The fastest arm, of those that are named a split where there are such."""
     splits = {name: ratio for name, ratio in cell.speedups.items() if "split" in name} or cell.speedups
     return max(splits.items(), key=lambda item: item[1].value, default=None)
@@ -232,8 +233,8 @@ def _inputs(told: dict[str, Any]) -> list[str]:
 def _predicted(figures: Any, where: str = "", depth: int = 4) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every prediction within a cell's figures, with the name it stands under."""
     held = as_dict(figures)
-    if "predicted_speedup" in held:
-        yield where, held
+    if (speedup := number(held.get("predicted_speedup"))) is not None:
+        yield where, {**held, "predicted_speedup": speedup}
     elif depth:
         for name, value in held.items():
             named = "" if name in ("pair", "pair_model", "model", "prediction") else say.words(name)
