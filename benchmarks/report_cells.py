@@ -144,6 +144,8 @@ def paper_table(figures: Sequence[Figure], results: Results, paper: Paper) -> Ta
 
 
 def _again(figure: Figure, results: Results, paper: Paper) -> str:
+    if figure.match.get("measure") in ("note", "setting"):
+        return say.NONE  # it explains another figure, or is a choice: there is nothing to measure
     machines = [m for m in paper.machines if m.name in figure.machines or not figure.machines]
     runs = [
         r for r in results.runs if r.experiment == figure.experiment and any(m.is_of(r) for m in machines)
