@@ -124,7 +124,9 @@ def options(chosen: Experiment, args: argparse.Namespace) -> tuple[Options, list
         rate = scale.gflops()
         factor = scale.choose(rate, chosen.flop, args.quick)
         if factor > 1:
-            notes.append(f"the paper's sizes divided by {factor}: this machine computes {rate:.1f} GFLOP/s")
+            notes.append(
+                f"the paper's sizes divided by {factor}: its slower unit computes {rate:.1f} GFLOP/s"
+            )
     elif factor > 1:
         notes.append(f"the paper's sizes divided by {factor}, as asked for")
     extra = {name: value for name, value in vars(args).items() if name not in COMMON}

@@ -25,7 +25,8 @@ T = TypeVar("T")
 # OSThermalPressureLevel, in the system's own words.
 THERMAL_LEVELS = ("nominal", "moderate", "heavy", "trapping", "sleeping")
 _STEERING = {"LD_PRELOAD", "DYLD_INSERT_LIBRARIES"}
-_STEERING_PREFIXES = ("MLX_", "VECLIB_", "OPENBLAS_", "GOTO_", "MKL_", "OMP_", "KMP_", "BLIS_")
+# Not KMP_: libraries set such variables themselves when they are imported.
+_STEERING_PREFIXES = ("MLX_", "VECLIB_", "OPENBLAS_", "GOTO_", "MKL_", "OMP_", "BLIS_")
 # macOS <sys/qos.h>: threads below `default` may be kept on efficiency cores.
 QOS_CLASSES = {
     0x21: "user-interactive",

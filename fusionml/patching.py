@@ -189,9 +189,9 @@ def _apply() -> bool:
     """Make the process match the wanted settings: the innermost `patched()`, else `patch()`'s."""
     wanted = next(reversed(_contexts.values()), _base)
     if wanted is not None and wanted.enabled:
-        _install()
         fresh = not _session.settings.enabled
         _session.configure(wanted)
+        _install()
         if fresh:
             log.info("patched: large linear layers of models loaded from now on are split (%s)", _brief())
         return True
@@ -210,6 +210,14 @@ def _brief() -> str:
 def _install() -> None:
     _watch_mlx_lm()
     for replacement in _replacements:
+        _put(replacement)
+
+
+def _put(replacement: Replacement) -> None:
+    """Ours in its place; where no call can split, a layer's own `__call__` stays: it costs nothing at all."""
+    if _session.idle is not None and replacement.name == "__call__":
+        replacement.remove()
+    else:
         replacement.install(_session)
 
 
@@ -236,7 +244,7 @@ def _replace(owner: Any, name: str, make: Callable[[Session, Any], Any]) -> None
     with _lock:
         _replacements.append(Replacement(owner, name, make))
         if _session.settings.enabled:
-            _replacements[-1].install(_session)
+            _put(_replacements[-1])
 
 
 def _remove() -> bool:

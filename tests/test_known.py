@@ -675,6 +675,29 @@ def test_a_decision_stands_on_its_own_device_only(patch, monkeypatch) -> None:
     assert fusionml.status()["calls"] == {"stock": 4, "split": 2}
 
 
+def test_where_no_call_can_split_a_layers_own_call_stays_stocks(patch, monkeypatch, stock_functions) -> None:
+    """On CUDA nothing is worth even asking, unless somebody says or measured otherwise."""
+    calls = {owner: call for (owner, name), call in stock_functions.items() if name == "__call__"}
+
+    def stocks_own() -> list[bool]:
+        return [owner.__call__ is call for owner, call in calls.items()]
+
+    with monkeypatch.context() as on_cuda:
+        on_cuda.setattr(machine, "backend", lambda: "cuda")
+        patch()
+        assert fusionml.status()["idle"] is not None
+        assert all(stocks_own())
+        patch(ratio=0.4)
+        assert fusionml.status()["idle"] is None
+        assert not any(stocks_own())
+        patch()
+        assert all(stocks_own())
+    patch()
+    assert not any(stocks_own())
+    fusionml.unpatch()
+    assert all(stocks_own())
+
+
 def measured(path: Path, ratio: float, dtype: str = "float32") -> str:
     """A table that knows the layers of `pair()` in calls of few rows."""
     table = open_table(str(path))
