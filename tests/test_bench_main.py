@@ -182,7 +182,7 @@ def test_the_rate_is_measured_and_said(monkeypatch: Fixture) -> None:
     args = command.parse(toys.EXPERIMENT, [])
     made, notes = command.options(toys.EXPERIMENT, args)
     assert made == Options(scale=16, samples=4, warm_ups=1, extra={"kinds": ["fine"]})
-    assert notes == ["the paper's sizes divided by 16: this machine computes 6.0 GFLOP/s"]
+    assert notes == ["the paper's sizes divided by 16: its slower unit computes 6.0 GFLOP/s"]
 
 
 def test_the_rate_is_positive() -> None:

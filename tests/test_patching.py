@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.utils
 import pytest
+from conftest import REPLACED
 from graphs import evaluated, lazy, operations
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -26,7 +26,6 @@ from fusionml.session import Session
 from fusionml.settings import Settings
 
 SPLIT: dict[str, Any] = {"min_rows": 32, "ratio": 0.5}
-TARGETS = [(nn.Linear, "__call__"), (mlx_lm.utils, "load_model"), (mx, "set_wired_limit")]
 
 
 def x(*shape: int) -> mx.array:
@@ -36,7 +35,7 @@ def x(*shape: int) -> mx.array:
 
 
 def current() -> list[Any]:
-    return [getattr(owner, name) for owner, name in TARGETS]
+    return [getattr(owner, name) for owner, name in REPLACED]
 
 
 def splits(model: Pair) -> bool:
@@ -108,7 +107,7 @@ def test_unpatch_without_patch(stock_functions: dict[Any, Any]) -> None:
     assert current() == list(stock_functions.values())
 
 
-@pytest.mark.parametrize(("owner", "name"), TARGETS)
+@pytest.mark.parametrize(("owner", "name"), REPLACED)
 def test_it_refuses_to_remove_what_somebody_wrapped(owner: Any, name: str) -> None:
     model = pair()
     fusionml.patch(model, **SPLIT)
