@@ -157,7 +157,7 @@ class ExpertsProduct:
 
     def cpu_part(self, m: int, form: str, cpu_dtype: str) -> mx.array:
         call = (self.x, self.weight, self.bias, self.indices)
-        return experts.expert_parts(*call, m, form, "eager", cpu_dtype)[0]
+        return experts.cpu_part(*call, m, form, "eager", cpu_dtype)
 
 
 def of(kind: str, layer: nn.Module, x: mx.array, indices: mx.array | None) -> Product:

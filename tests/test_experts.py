@@ -16,6 +16,7 @@ from quantised import error, exact, pack, values
 
 from fusionml import experts, quantized, split
 from fusionml.experts import EACH, FORMS, GATHER, QUANTISED, Run, Weight
+from fusionml.products import ExpertsProduct
 from fusionml.quantized import Packed
 
 E, K, N = 6, 128, 24
@@ -167,8 +168,9 @@ def test_what_mlx_lm_sorts_is_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = mx.argpartition(mx.random.normal((2, 30, E)), kth=2, axis=-1)[..., :2]
     few = (x[:, :3], chosen[:, :3])
     plain = [block(x, chosen), block(*few)]
-    monkeypatch.setattr(switch_layers.SwitchLinear, "__call__", spy)
-    ours = [block(x, chosen), block(*few)]
+    with monkeypatch.context() as spied:
+        spied.setattr(switch_layers.SwitchLinear, "__call__", spy)
+        ours = [block(x, chosen), block(*few)]
     assert seen == [(True, True)] * 3 + [(False, False)] * 3
     for mine, theirs in zip(ours, plain, strict=True):
         assert mx.allclose(mine, theirs, atol=1e-5)
@@ -277,6 +279,20 @@ def test_each_part_is_on_its_own_stream(
         mx.eval(cpu)
         with pytest.raises(RuntimeError, match="Stream"):
             mx.eval(current)
+
+
+@pytest.mark.parametrize(("form", "bits"), CASES)
+def test_the_cpus_part_alone_leaves_the_other_stream_nothing_to_do(form: str, bits: int | None) -> None:
+    """It is timed to tell what the CPU does without a neighbour."""
+    x, indices = call([4, 0, 4, 4, 4, 4])
+    weight, bias = weights(mx.float32, bits), biases(mx.float32)
+    expected, _ = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", "native")
+    mx.eval(expected, bias)
+    if form == GATHER and bits:
+        return  # there the current stream dequantises for the CPU
+    with mx.stream(foreign_stream()):
+        alone = ExpertsProduct(x, weight, bias, indices).cpu_part(10, form, "native")
+    assert mx.array_equal(alone, expected)
 
 
 def test_a_gathering_stream_widens_experts_for_the_cpu_at_the_boundary() -> None:
