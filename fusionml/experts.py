@@ -129,15 +129,21 @@ def run_experts(
         cpu_dtype: `native` or `float32`, of the CPU part.
 
     Returns:
-        `[rows, 1, N]`, of the dtype that stock gives. Lazy, except that with `each` the products of transient
-        weights are dispatched, so that few are alive: on a CPU those that MLX makes some 100 operations
-        ahead, temporaries included.
+        `[rows, 1, N]`, of the dtype that stock gives. Lazy where no weight is transient and with `quantised`.
+        Else `gather` makes it real at the boundary, one wait more, and with `each` the products are
+        dispatched, so that few weights are alive: on a CPU those that MLX makes some 100 operations ahead,
+        temporaries included.
 
     Raises:
         ValueError: under a trace.
     """
     cpu, current = expert_parts(x, weight, bias, indices, m, form, boundary, cpu_dtype)
-    return split.join(cpu, current, x.shape[:-1], split.needs_settling())
+    out = split.join(cpu, current, x.shape[:-1], split.needs_settling())
+    if form == GATHER and _transient(weight, _cpu_type(x, weight, cpu_dtype)):
+        # A lazy result holds on to the CPU's dense experts, and layers that share an input would add up.
+        del cpu, current
+        split.materialise([out], boundary)
+    return out
 
 
 def expert_parts(

@@ -334,6 +334,25 @@ def test_few_dequantised_experts_are_alive_at_once() -> None:
     assert peak(run(QUANTISED)) < whole / 8
 
 
+@pytest.mark.parametrize(("dtype", "cpu_dtype"), [(mx.float32, "native"), (mx.float16, "float32")])
+@pytest.mark.parametrize("form", FORMS)
+def test_two_layers_of_one_input_hold_their_dense_experts_one_after_the_other(
+    form: str, dtype: mx.Dtype, cpu_dtype: str
+) -> None:
+    """The first two of a block are both asked for before either is read."""
+    count, width = 16, 512
+    packed = pack((count, width, width), dtype)
+    x = mx.random.normal((4 * count, 1, width)).astype(dtype)
+    indices = mx.array(np.repeat(np.arange(count), 4).astype(np.uint32))
+    mx.eval(x, indices)
+
+    def run() -> mx.array:
+        return experts.run_experts(x, packed, None, indices, 3 * count, form, "eager", cpu_dtype)
+
+    # Three quarters of the experts are the CPU's; it multiplies in float32.
+    assert peak(lambda: [run(), run()]) < count * width * width * 4
+
+
 # What is refused
 
 

@@ -11,12 +11,13 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from graphs import evaluated
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
 from models import pair, tiny, tokens
 from stock import answer, assert_same, checkpoint, split_layers, stock_and_patched
 
 import fusionml
-from fusionml import experts, forwards, loading, quantized
+from fusionml import experts, forwards, loading, products, quantized
 from fusionml.calibrate import calibrate, shapes
 from fusionml.known import Layer
 from fusionml.session import Session, open_table, site_of
@@ -311,6 +312,21 @@ def test_a_subclass_is_stock_and_counted(patch: Any) -> None:
 
 
 # --- arms
+
+
+@pytest.mark.parametrize("kind", ["linear", "quantized", "experts"])
+def test_what_is_charged_is_what_is_waited_for(kind: str) -> None:
+    """Each arm waits for its input; one whose result is real when it returns waited for that too."""
+    layer = SwitchLinear(128, 128, 4) if kind == "experts" else nn.Linear(128, 128)
+    layer = layer if kind == "linear" else layer.to_quantized(32, 4)
+    x, indices = mx.random.normal((64, 1, 128)), mx.array(np.repeat(np.arange(4), 16))
+    mx.eval(layer.parameters(), x, indices)
+    product = products.of(kind, layer, x, indices)
+    for form in products.forms(kind, kind != "linear", "metal"):
+        out = product.split(32, form, "eager", "native")
+        assert products.boundaries(kind, form) == 1 + evaluated(out), form
+    if kind != "linear":
+        assert products.boundaries(kind, None) == 1 + evaluated(product.dense("eager"))
 
 
 def entry(**changes: Any) -> Entry:
