@@ -32,6 +32,8 @@ EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 SWITCH_LAYERS = "mlx_lm.models.switch_layers"
 SWITCHES = ("SwitchLinear", "QuantizedSwitchLinear")
 """MLX-LM's layers of experts, by name: MLX-LM may not be imported yet."""
+BLOCKS = ("SwitchGLU", "SwitchMLP")
+"""Its blocks that sort the rows of a prompt and call layers of experts with them."""
 
 UNKNOWN = "not of a known model"
 NARROW = f"narrower than {MIN_WIDTH}"
@@ -81,8 +83,9 @@ class Layer:
 
     @property
     def arithmetic(self) -> int:
-        """Multiply-adds for one token."""
-        return self.inputs * self.outputs * self.top
+        """Multiply-adds for one token; it goes through every weight of a layer that routes none."""
+        times = self.top if self.kind == products.EXPERTS else max(1, self.experts)
+        return self.inputs * self.outputs * times
 
     def in_training(self, module: nn.Module) -> bool:
         """Whether the layer, `module`, trains with its model.

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from graphs import evaluated
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import pair, tiny, tokens
 from stock import answer, assert_same, checkpoint, split_layers, stock_and_patched
 
@@ -472,3 +473,34 @@ def test_the_status_says_how_much_of_the_prompt_phase_may_split(session: Session
     attention, experts_each, router = 4 * 128 * 128, 2 * 3 * 128 * 128, 128 * 8
     assert state["eligible"] == pytest.approx(1 - router / (attention + experts_each + router))
     assert state["skipped"]["narrower than 128"] == 2
+
+
+@pytest.mark.parametrize("kind", [*EXPERTS, "qwen3_next"])
+def test_how_often_a_token_meets_an_expert_is_seen_without_a_prompt(kind: str, session: Session) -> None:
+    """Also among convolutions and latent attention, whose weights have three dimensions too."""
+    model = tiny(kind)
+    with fusionml.patched(min_rows=16, ratio=0.4):
+        session.known.add(model, from_loader=True)
+        session.observe(model)
+        before = fusionml.status()["eligible"]
+        assert {layer.top for layer in session.known.layers() if layer.kind == "experts"} == {2}
+        mx.eval(model(tokens(PROMPT)))
+        assert fusionml.status()["eligible"] == before
+
+
+def test_a_layer_of_many_weights_counts_as_often_as_a_token_goes_through_it(session: Session) -> None:
+    model = tiny("deepseek_v3")
+    session.known.add(model, from_loader=True)
+    heads, latent, each = 4, 128, 32
+    counted = {layer.arithmetic for layer in session.known.layers() if layer.kind == "MultiLinear"}
+    assert counted == {heads * latent * each}
+
+
+def test_adapted_experts_are_calibrated_where_a_prompt_looks_them_up() -> None:
+    """An adapter stands between the block that routes and the layer of experts."""
+    model = tiny("qwen3_moe")
+    plain = {shape.site(64) for shape in shapes(model)}
+    keys = ["mlp.switch_mlp.gate_proj", "mlp.switch_mlp.down_proj", "self_attn.q_proj"]
+    linear_to_lora_layers(model, 3, {"rank": 8, "scale": 10.0, "dropout": 0.0, "keys": keys})
+    model.eval()
+    assert {shape.site(64) for shape in shapes(model)} == plain
