@@ -304,8 +304,8 @@ def _search(
     return SiteSearch(
         [Way(form, name) for form in forms for name in cpu_dtypes(cpu_dtype, shape.dtype)],
         dense=shape.dense,
-        boundary_seconds=boundary * shape.boundaries / len(shape.layers),
-        waits=functools.partial(products.boundaries, shape.kind),
+        boundary_seconds=boundary,
+        waits=functools.partial(_waits, shape),
         make=lambda: RatioSearch(
             rows=rows,
             repeats=repeats,
@@ -314,6 +314,11 @@ def _search(
             multiple=split.row_multiple(rows),
         ),
     )
+
+
+def _waits(shape: Shape, form: str | None) -> float:
+    """Boundaries that one layer causes: those that share an input wait for it once, each for its result."""
+    return shape.boundaries / len(shape.layers) + products.boundaries(shape.kind, form) - 1
 
 
 def _drive(search: SiteSearch, bench: Bench, started: float, seconds: float, first: float) -> str | None:
