@@ -252,8 +252,8 @@ def _describe(module: nn.Module, ref: weakref.ref[nn.Module]) -> Layer:
     weight, name = module["weight"], type(module).__name__
     outputs, inputs = weight.shape[-2:]
     packed = ""
-    if "scales" in module:
-        bits = getattr(module, "bits", 32)
+    bits = getattr(module, "bits", None)
+    if "scales" in module and isinstance(bits, int) and bits > 0:  # anybody's module may come by here
         inputs, packed = inputs * 32 // bits, f"u{bits}g{getattr(module, 'group_size', 0)}"
     kind, width = _kind(module), weight.shape[0] if weight.ndim == 3 else 0
     shape = Layer(ref, kind or name, inputs, outputs, packed=packed, experts=width)

@@ -312,6 +312,28 @@ def test_a_subclass_is_stock_and_counted(patch: Any) -> None:
     assert fusionml.status()["skipped"] == {"Subclass: not split": 1}
 
 
+class Foreign(nn.Module):
+    """Scales, and a notion of bits of its own."""
+
+    def __init__(self, bits: Any) -> None:
+        super().__init__()
+        self.weight, self.scales, self.bits = mx.zeros((128, 128)), mx.zeros((128, 2)), bits
+
+
+@pytest.mark.parametrize("bits", [None, "4", 0, 1.58])
+def test_what_others_mean_by_bits_costs_a_model_nothing(bits: Any, patch: Any) -> None:
+    model = pair()
+    model.foreign = Foreign(bits)
+    x = mx.random.normal((1, 64, 128))
+    truth = model(x)
+    patch(model, min_rows=16, ratio=0.4)
+    assert mx.allclose(model(x), truth, atol=1e-4)
+    state = fusionml.status()
+    assert state["calls"] == {"split": 2}
+    assert state["skipped"] == {"Foreign: not split": 1}
+    assert state["eligible"] == pytest.approx(4 / 5), "128 x 128 beside two of 128 x 256"
+
+
 # --- arms
 
 
