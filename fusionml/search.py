@@ -163,6 +163,13 @@ class SiteSearch:
         self._at += 1
         return choice
 
+    def drop(self) -> None:
+        """What was asked for cannot be computed: go on without the dense arm, or with the next way."""
+        if self._racing:
+            self.end_race()
+        elif self._at < len(self.ways):
+            self.end_way()
+
     # --- the answer
 
     def candidates(self) -> list[Found]:

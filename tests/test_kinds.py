@@ -441,7 +441,49 @@ def test_a_site_learns_over_all_its_arms_and_stays_right(
         assert {form for k, arm, form in jobs if k == each and arm == "split"} <= expected
 
 
+def fails(*args: Any) -> Any:
+    raise RuntimeError("out of memory, say")
+
+
+@pytest.mark.parametrize("name", ["dense", "dense_parts"])
+def test_an_arm_that_fails_is_tried_once_and_the_others_are_learned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSIONML_GATE", "auto")
+    monkeypatch.setattr("fusionml.sites.LEARNING_SHARE", 1e9)
+    monkeypatch.setattr(quantized, name, fails)
+    model, x = quantised(pair()), mx.random.normal((1, 64, 128))
+    truth = model(x)
+    fusionml.patch(model, min_rows=16)
+    try:
+        for _ in range(100):
+            assert mx.allclose(model(x), truth, atol=1e-3)
+        state = fusionml.status()
+        assert not any("learning" in site["why"] for site in state["sites"].values())
+    finally:
+        fusionml.unpatch()
+    assert state["reasons"]["a split that failed"] == 2, "once for each of the two sites"
+
+
 # --- the calibrator and configurations
+
+
+def test_what_fails_leaves_the_other_arms_and_sites_to_the_calibrator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantized, "dense_parts", fails)
+    outcomes = calibrate(quantised(tiny("llama")), rows=[64], budget=5.0)
+    assert all(outcome.found is not None for outcome in outcomes)
+    assert all("out of memory" in str(outcome.left_out) for outcome in outcomes)
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="a GPU gathers experts in half precision")
+def test_experts_that_stock_cannot_compute_are_left_out_by_the_calibrator() -> None:
+    model = tiny("qwen3_moe")
+    model.set_dtype(mx.bfloat16)
+    outcomes = {o.site.kind: o for o in calibrate(model, rows=[64], budget=5.0)}
+    assert outcomes["linear"].found is not None
+    assert "only supports float32" in str(outcomes["experts8top2"].left_out)
 
 
 def test_the_calibrator_covers_every_kind(tmp_path: Path) -> None:
