@@ -12,8 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import mlx_lm.utils
 import pytest
+from conftest import REPLACED
 from graphs import evaluated, lazy, operations
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -26,7 +26,7 @@ from fusionml.session import Session
 from fusionml.settings import Settings
 
 SPLIT: dict[str, Any] = {"min_rows": 32, "ratio": 0.5}
-TARGETS = [(nn.Linear, "__call__"), (mlx_lm.utils, "load_model"), (mx, "set_wired_limit")]
+TARGETS = REPLACED
 
 
 def x(*shape: int) -> mx.array:
