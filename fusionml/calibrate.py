@@ -20,6 +20,7 @@ import numpy as np
 
 from . import machine, patching, pressure, products, split
 from .known import KnownModels, Layer
+from .loading import first_line
 from .measure import relative_error
 from .plans import SPLIT, STOCK
 from .products import Product
@@ -275,7 +276,10 @@ def search_site(
     if seconds <= 0:
         return Outcome(site, rows, None, 0.0, None, "out of time before anything was timed")
     bench = Bench(shape, rows, made_up)
-    each = bench.seconds(Trial(STOCK))  # the first touch of anything never counts
+    try:
+        each = bench.seconds(Trial(STOCK))  # the first touch of anything never counts
+    except (RuntimeError, ValueError) as error:
+        return Outcome(site, rows, None, 0.0, None, f"stock itself fails: {first_line(error)}")
     first = min(most or seconds, FEW_SAMPLES * each)
     search = _search(shape, bench.rows, boundary, grid, cpu_dtype, _repeats(max(seconds, first), each))
     left_out = _drive(search, bench, started, seconds, first)
@@ -304,8 +308,8 @@ def _search(
     return SiteSearch(
         [Way(form, name) for form in forms for name in cpu_dtypes(cpu_dtype, shape.dtype)],
         dense=shape.dense,
-        boundary_seconds=boundary * shape.boundaries / len(shape.layers),
-        waits=functools.partial(products.boundaries, shape.kind),
+        boundary_seconds=boundary,
+        waits=functools.partial(_waits, shape),
         make=lambda: RatioSearch(
             rows=rows,
             repeats=repeats,
@@ -314,6 +318,11 @@ def _search(
             multiple=split.row_multiple(rows),
         ),
     )
+
+
+def _waits(shape: Shape, form: str | None) -> float:
+    """Boundaries that one layer causes: those that share an input wait for it once, each for its result."""
+    return shape.boundaries / len(shape.layers) + products.boundaries(shape.kind, form) - 1
 
 
 def _drive(search: SiteSearch, bench: Bench, started: float, seconds: float, first: float) -> str | None:
@@ -328,7 +337,7 @@ def _drive(search: SiteSearch, bench: Bench, started: float, seconds: float, fir
         deadline = started + max(share * (search.at + 1), 0.0 if search.at else first)
         expected = search.expected_seconds(trial) or 0.0
         if time.perf_counter() + expected <= deadline:
-            search.tell(trial, bench.seconds(trial))
+            left_out = _time(search, bench, trial) or left_out
         elif search.racing:
             search.end_race()
         else:
@@ -338,6 +347,16 @@ def _drive(search: SiteSearch, bench: Bench, started: float, seconds: float, fir
             )
             left_out = left_out or words
     return left_out
+
+
+def _time(search: SiteSearch, bench: Bench, trial: Trial) -> str | None:
+    """Tell the search what a trial took, or that it cannot be computed; why not."""
+    try:
+        search.tell(trial, bench.seconds(trial))
+    except (RuntimeError, ValueError) as error:
+        search.drop()
+        return f"the {trial.arm} arm fails: {first_line(error)}"
+    return None
 
 
 def _verified(

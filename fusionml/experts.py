@@ -129,15 +129,21 @@ def run_experts(
         cpu_dtype: `native` or `float32`, of the CPU part.
 
     Returns:
-        `[rows, 1, N]`, of the dtype that stock gives. Lazy, except that with `each` the products of transient
-        weights are dispatched, so that few are alive: on a CPU those that MLX makes some 100 operations
-        ahead, temporaries included.
+        `[rows, 1, N]`, of the dtype that stock gives. Lazy where no weight is transient and with `quantised`.
+        Else `gather` makes it real at the boundary, one wait more, and with `each` the products are
+        dispatched, so that few weights are alive: on a CPU those that MLX makes some 100 operations ahead,
+        temporaries included.
 
     Raises:
         ValueError: under a trace.
     """
     cpu, current = expert_parts(x, weight, bias, indices, m, form, boundary, cpu_dtype)
-    return split.join(cpu, current, x.shape[:-1], split.needs_settling())
+    out = split.join(cpu, current, x.shape[:-1], split.needs_settling())
+    if form == GATHER and _transient(weight, _cpu_type(x, weight, cpu_dtype)):
+        # A lazy result holds on to the CPU's dense experts, and layers that share an input would add up.
+        del cpu, current
+        split.materialise([out], boundary)
+    return out
 
 
 def expert_parts(
@@ -152,11 +158,8 @@ def expert_parts(
 ) -> tuple[mx.array, mx.array]:
     """The two parts `(cpu, current)`, `[m, N]` and `[rows - m, N]`, of `run_experts`."""
     head, rest = cut(real_runs(x, weight, bias, indices, boundary), m)
-    dtype = product_type(x, weight)
-    cpu_type = mx.float32 if cpu_dtype == "float32" else dtype
-    cpu_weight = _made_here(weight, head, cpu_type, boundary) if form == GATHER else weight
-    with mx.stream(split.cpu_stream):
-        cpu = _each(x, cpu_weight, bias, head, cpu_type, packed=form == QUANTISED)
+    dtype, cpu_type = product_type(x, weight), _cpu_type(x, weight, cpu_dtype)
+    cpu = _cpu_products(x, weight, bias, head, form, boundary, cpu_type)
     if form != EACH:
         current = stock(x[m:], weight, bias, indices[m:]).reshape(-1, weight.shape[-2])
     else:
@@ -164,8 +167,51 @@ def expert_parts(
         if boundary != "none" and _transient(weight, dtype, cpu_type):
             _dispatch(cpu, products)
         current = mx.concatenate(products, axis=0)
+    return _joined(cpu, result_type(x, weight, bias)), current
+
+
+def cpu_part(
+    x: mx.array,
+    weight: Weight,
+    bias: mx.array | None,
+    indices: mx.array,
+    m: int,
+    form: str,
+    boundary: str,
+    cpu_dtype: str,
+) -> mx.array:
+    """The first part of `expert_parts` alone: nothing of the current stream's rows is sent off."""
+    head, _ = cut(real_runs(x, weight, bias, indices, boundary), m)
+    cpu_type = _cpu_type(x, weight, cpu_dtype)
+    cpu = _cpu_products(x, weight, bias, head, form, boundary, cpu_type)
+    if form == EACH and boundary != "none" and _transient(weight, cpu_type):
+        _dispatch(cpu, [])
+    return _joined(cpu, result_type(x, weight, bias))
+
+
+def _cpu_type(x: mx.array, weight: Weight, cpu_dtype: str) -> mx.Dtype:
+    return mx.float32 if cpu_dtype == "float32" else product_type(x, weight)
+
+
+def _cpu_products(
+    x: mx.array,
+    weight: Weight,
+    bias: mx.array | None,
+    head: list[Run],
+    form: str,
+    boundary: str,
+    cpu_type: mx.Dtype,
+) -> list[mx.array]:
+    """The lazy product of each of the CPU's runs, on its stream."""
+    cpu_weight = _made_here(weight, head, cpu_type, boundary) if form == GATHER else weight
     with mx.stream(split.cpu_stream):
-        return mx.concatenate(cpu, axis=0).astype(result_type(x, weight, bias)), current
+        return _each(x, cpu_weight, bias, head, cpu_type, packed=form == QUANTISED)
+
+
+def _joined(cpu: list[mx.array], dtype: mx.Dtype) -> mx.array:
+    """The CPU's products as one part."""
+    with mx.stream(split.cpu_stream):
+        return mx.concatenate(cpu, axis=0).astype(dtype)
 
 
 def _made_here(

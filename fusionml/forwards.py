@@ -235,7 +235,10 @@ def timed(
             out = sharded.finish(layer, out)
         return out, reason
     except Exception as error:
-        return None, failed(session, error)
+        why = failed(session, error)
+        if why == FAILED:
+            call.control.failed(job)
+        return None, why
 
 
 def stopwatch(compute: Callable[[], mx.array]) -> tuple[mx.array, float]:

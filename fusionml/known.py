@@ -32,6 +32,8 @@ EMBEDDINGS = (nn.Embedding, nn.QuantizedEmbedding)
 SWITCH_LAYERS = "mlx_lm.models.switch_layers"
 SWITCHES = ("SwitchLinear", "QuantizedSwitchLinear")
 """MLX-LM's layers of experts, by name: MLX-LM may not be imported yet."""
+BLOCKS = ("SwitchGLU", "SwitchMLP")
+"""Its blocks that sort the rows of a prompt and call layers of experts with them."""
 
 UNKNOWN = "not of a known model"
 NARROW = f"narrower than {MIN_WIDTH}"
@@ -81,8 +83,9 @@ class Layer:
 
     @property
     def arithmetic(self) -> int:
-        """Multiply-adds for one token."""
-        return self.inputs * self.outputs * self.top
+        """Multiply-adds for one token; it goes through every weight of a layer that routes none."""
+        times = self.top if self.kind == products.EXPERTS else max(1, self.experts)
+        return self.inputs * self.outputs * times
 
     def in_training(self, module: nn.Module) -> bool:
         """Whether the layer, `module`, trains with its model.
@@ -249,8 +252,8 @@ def _describe(module: nn.Module, ref: weakref.ref[nn.Module]) -> Layer:
     weight, name = module["weight"], type(module).__name__
     outputs, inputs = weight.shape[-2:]
     packed = ""
-    if "scales" in module:
-        bits = getattr(module, "bits", 32)
+    bits = getattr(module, "bits", None)
+    if "scales" in module and isinstance(bits, int) and bits > 0:  # anybody's module may come by here
         inputs, packed = inputs * 32 // bits, f"u{bits}g{getattr(module, 'group_size', 0)}"
     kind, width = _kind(module), weight.shape[0] if weight.ndim == 3 else 0
     shape = Layer(ref, kind or name, inputs, outputs, packed=packed, experts=width)

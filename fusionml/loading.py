@@ -35,7 +35,7 @@ def load(model: str | None) -> tuple[Any, Any, dict[str, Any], str]:
     try:
         loaded, tokenizer, config = load(folder, lazy=True, return_config=True)
     except Exception as error:
-        raise UsageError(f"--model {path} cannot be loaded: {_first_line(error)}") from None
+        raise UsageError(f"--model {path} cannot be loaded: {first_line(error)}") from None
     needed = sum(array.nbytes for _, array in tree_flatten(loaded.parameters()))
     free = psutil.virtual_memory().available
     if needed > free:
@@ -59,11 +59,11 @@ def from_config(path: str) -> tuple[Any, Any, str]:
             shutil.copy(path, Path(folder) / "config.json")
             model, _ = load_model(Path(folder), lazy=True, strict=False)
     except Exception as error:
-        raise UsageError(f"--config {path} cannot be used: {_first_line(error)}") from None
+        raise UsageError(f"--config {path} cannot be used: {first_line(error)}") from None
     try:
         _quantize(model, config.get("quantization") or config.get("quantization_config"))
     except Exception as error:
-        raise UsageError(f"--config {path}: its quantisation: {_first_line(error)}") from None
+        raise UsageError(f"--config {path}: its quantisation: {first_line(error)}") from None
     name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     return model, getattr(mx, str(name), mx.bfloat16), str(config.get("model_type"))
 
@@ -106,5 +106,6 @@ def _demo() -> str:
         raise UsageError(f"{where}; set it to another folder, or give --model") from None
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says in one line."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -18,14 +18,11 @@ import mlx.nn as nn
 
 from . import forwards, machine, sharded, split
 from .imports import when_imported
-from .known import SWITCH_LAYERS, SWITCHES
+from .known import BLOCKS, SWITCH_LAYERS, SWITCHES
 from .session import Session
 from .settings import Settings, resolve
 
 log = logging.getLogger("fusionml")
-
-BLOCKS = ("SwitchGLU", "SwitchMLP")
-"""MLX-LM's blocks that sort the rows of a prompt and call layers of experts with them."""
 
 
 @dataclass

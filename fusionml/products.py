@@ -19,10 +19,10 @@ LINEAR, QUANTIZED, EXPERTS = "linear", "quantized", "experts"
 """The kinds of layer that can be split."""
 DENSE = quantized.DENSE
 """The form of a split by a dense weight."""
-_WAITS = {
+_WAITS: dict[str, dict[str | None, int]] = {
     LINEAR: {DENSE: 1},
-    QUANTIZED: {DENSE: 2, quantized.QUANTISED: 1},
-    EXPERTS: {experts.GATHER: 1, experts.EACH: 1, experts.QUANTISED: 1},
+    QUANTIZED: {None: 2, DENSE: 2, quantized.QUANTISED: 1},
+    EXPERTS: {None: 1, experts.GATHER: 2, experts.EACH: 1, experts.QUANTISED: 1},
 }
 
 
@@ -157,7 +157,7 @@ class ExpertsProduct:
 
     def cpu_part(self, m: int, form: str, cpu_dtype: str) -> mx.array:
         call = (self.x, self.weight, self.bias, self.indices)
-        return experts.expert_parts(*call, m, form, "eager", cpu_dtype)[0]
+        return experts.cpu_part(*call, m, form, "eager", cpu_dtype)
 
 
 def of(kind: str, layer: nn.Module, x: mx.array, indices: mx.array | None) -> Product:
@@ -194,6 +194,7 @@ def forms(kind: str, packed: bool, backend: str) -> tuple[str, ...]:
 def boundaries(kind: str, form: str | None) -> int:
     """Waits of a split in this form, or of the dense arm (None), that stock's lazy graph does without.
 
-    A result by a dense weight that was made for it is made real too, so that the weight is freed.
+    A result by a dense weight that was made for it is made real too, so that the weight is freed. At most:
+    a layer of experts that gathers its own dense weights needs one fewer.
     """
-    return 1 if form is None else _WAITS[kind][form]
+    return _WAITS[kind][form]

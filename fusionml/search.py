@@ -59,7 +59,7 @@ class SiteSearch:
         ways: of a split, the likeliest first.
         dense: whether there is a dense arm.
         boundary_seconds: what one boundary costs.
-        waits: boundaries of a split in a form, or of the dense arm (None).
+        waits: boundaries of a split in a form, or of the dense arm (None); of one that is shared, a part.
         make: makes the search of one way.
     """
 
@@ -69,7 +69,7 @@ class SiteSearch:
         *,
         dense: bool,
         boundary_seconds: float,
-        waits: Callable[[str | None], int],
+        waits: Callable[[str | None], float],
         make: Callable[[], RatioSearch],
     ) -> None:
         self.ways = tuple(ways)
@@ -162,6 +162,13 @@ class SiteSearch:
         choice = self._searches[self.way].stop_early()
         self._at += 1
         return choice
+
+    def drop(self) -> None:
+        """What was asked for cannot be computed: go on without the dense arm, or with the next way."""
+        if self._racing:
+            self.end_race()
+        elif self._at < len(self.ways):
+            self.end_way()
 
     # --- the answer
 

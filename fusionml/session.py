@@ -174,7 +174,7 @@ class Session:
 
     def observe(self, model: nn.Module) -> None:
         """Find out how many experts each token of a known model goes to, before any prompt has shown it."""
-        layers = [layer for layer in self.known.layers() if layer.experts]
+        layers = [layer for layer in self.known.layers() if layer.kind == products.EXPERTS]
         modules = [module for layer in layers if (module := layer.ref()) is not None]
         seen = observe(model, modules) if modules else {}
         for layer in layers:

@@ -20,9 +20,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.layers import distributed
 
-from . import split
-from .quantized import Packed
-
 TO_ALL = (distributed.ShardedToAllLinear, distributed.QuantizedShardedToAllLinear)
 LAYERS = (distributed.AllToShardedLinear, distributed.QuantizedAllToShardedLinear, *TO_ALL)
 """The layers that this module knows to take apart; a subclass may do arithmetic of its own."""
@@ -31,15 +28,6 @@ LAYERS = (distributed.AllToShardedLinear, distributed.QuantizedAllToShardedLinea
 def product_bias(layer: nn.Module) -> mx.array | None:
     """The bias `[N]` of the local product of a sharded layer; None where it has none or it comes later."""
     return None if isinstance(layer, TO_ALL) else layer.get("bias")
-
-
-def stock_product(layer: nn.Module, x: mx.array) -> mx.array:
-    """The lazy local product `[..., N]` as MLX computes it: this rank's shard, and `product_bias`."""
-    bias = product_bias(layer)
-    if "scales" in layer:
-        out = Packed.of(layer).multiply(x)
-        return out if bias is None else out + bias
-    return split.stock_linear(x, layer["weight"], bias)
 
 
 def finish(layer: nn.Module, product: mx.array) -> mx.array:

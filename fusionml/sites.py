@@ -194,6 +194,12 @@ class SiteControl:
             if self._gate is not None:
                 self._gate.record(job.arm, seconds, rows, unclean is None, unclean, overhead)
 
+    def failed(self, job: Job) -> None:
+        """A job raised: while learning, the arm or the way to split that it tried is not tried again."""
+        with self._lock:
+            if self._learning is not None and job.trial is not None and job.trial.arm != STOCK:
+                self._learning.search.drop()
+
     def stand_down(self, why: str) -> None:
         """Memory pressure lasts: stock until it is over."""
         with self._lock:
@@ -306,8 +312,10 @@ class SiteControl:
         self._events.append(f"{found.arm}, CPU share {choice.ratio:.2f}, gain {choice.gain:.0%}: {why}")
         if found.arm != STOCK and choice.stock_seconds and choice.seconds:
             seconds = {STOCK: choice.stock_seconds, DENSE: found.dense_seconds, found.arm: choice.seconds}
+            self._dense = found.dense_seconds is not None  # None where it raised
             self._watch({arm: each / learning.rows for arm, each in seconds.items() if each})
-        self._learned(found, learning.rows)
+        if found.arm != STOCK or learning.search.finished:  # else every way to split raised
+            self._learned(found, learning.rows)
 
     def _watch(self, per_row: Mapping[str, float]) -> None:
         arms = [STOCK, *([DENSE] if self._dense or self.plan.arm == DENSE else [])]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from .known import BLOCKS, SWITCH_LAYERS
 
 
 def observe(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, tuple[int, int]]:
@@ -33,11 +36,10 @@ def observe(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, tuple[in
         finally:
             routes.pop()
 
-    blocks = {type(module) for module in model.modules() if _holds(module, wanted)}
     with contextlib.ExitStack() as stack:
         for cls in {type(layer) for layer in wanted.values()}:
             stack.enter_context(_called(cls, seen))
-        for cls in blocks:
+        for cls in _blocks():
             stack.enter_context(_called(cls, routed))
         try:
             model(mx.zeros((1, 2), mx.int32))
@@ -47,10 +49,10 @@ def observe(model: nn.Module, layers: Iterable[nn.Module]) -> dict[int, tuple[in
     return {layer: (sharers, tops[layer]) for layer, sharers in sharing.items()}
 
 
-def _holds(module: nn.Module, wanted: dict[int, nn.Module]) -> bool:
-    """Whether a module routes tokens to layers of experts of its own."""
-    children = [child for child in module.children().values() if isinstance(child, nn.Module)]
-    return any(id(child) in wanted and child["weight"].ndim == 3 for child in children)
+def _blocks() -> list[type]:
+    """MLX-LM's blocks that route rows to layers of experts; none while it is not imported."""
+    layers = sys.modules.get(SWITCH_LAYERS)
+    return [getattr(layers, name) for name in BLOCKS if hasattr(layers, name)]
 
 
 @contextlib.contextmanager

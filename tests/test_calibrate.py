@@ -238,6 +238,18 @@ def test_the_boundary_is_charged_by_the_share_that_each_layer_causes(monkeypatch
     assert quarter.gain == pytest.approx(EQUAL_STREAMS.stock(512) / truth - 1)
 
 
+def test_what_layers_share_is_their_input_not_their_results() -> None:
+    """A quantised layer by a dense weight waits for its own result too, whoever has the same input."""
+    layers = [nn.QuantizedLinear(128, 128) for _ in range(4)]
+    shape = Shape("quantized", "u4g64", mx.float32, 128, 128, True, layers=layers, boundaries=1.0)
+    search = calibrate._search(shape, 512, 1e-3, None, "native", 3)
+    while search.racing:
+        trial = search.next()
+        assert trial is not None
+        search.tell(trial, {"stock": 20e-3, "dense": 2e-3}[trial.arm])
+    assert search.best_so_far().dense_seconds == pytest.approx(2e-3 + (1 / 4 + 1) * 1e-3)
+
+
 def test_the_first_touch_of_a_weight_is_not_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     simulation = simulated(monkeypatch, EQUAL_STREAMS)
     outcome = search_site(one_shape(), 512, seconds=1e6, boundary=0.0)

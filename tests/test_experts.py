@@ -16,6 +16,7 @@ from quantised import error, exact, pack, values
 
 from fusionml import experts, quantized, split
 from fusionml.experts import EACH, FORMS, GATHER, QUANTISED, Run, Weight
+from fusionml.products import ExpertsProduct
 from fusionml.quantized import Packed
 
 E, K, N = 6, 128, 24
@@ -167,8 +168,8 @@ def test_what_mlx_lm_sorts_is_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
     chosen = mx.argpartition(mx.random.normal((2, 30, E)), kth=2, axis=-1)[..., :2]
     few = (x[:, :3], chosen[:, :3])
     plain = [block(x, chosen), block(*few)]
-    with monkeypatch.context() as patched:
-        patched.setattr(switch_layers.SwitchLinear, "__call__", spy)
+    with monkeypatch.context() as spied:
+        spied.setattr(switch_layers.SwitchLinear, "__call__", spy)
         ours = [block(x, chosen), block(*few)]
     assert seen == [(True, True)] * 3 + [(False, False)] * 3
     for mine, theirs in zip(ours, plain, strict=True):
@@ -280,6 +281,20 @@ def test_each_part_is_on_its_own_stream(
             mx.eval(current)
 
 
+@pytest.mark.parametrize(("form", "bits"), CASES)
+def test_the_cpus_part_alone_leaves_the_other_stream_nothing_to_do(form: str, bits: int | None) -> None:
+    """It is timed to tell what the CPU does without a neighbour."""
+    x, indices = call([4, 0, 4, 4, 4, 4])
+    weight, bias = weights(mx.float32, bits), biases(mx.float32)
+    expected, _ = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", "native")
+    mx.eval(expected, bias)
+    if form == GATHER and bits:
+        return  # there the current stream dequantises for the CPU
+    with mx.stream(foreign_stream()):
+        alone = ExpertsProduct(x, weight, bias, indices).cpu_part(10, form, "native")
+    assert mx.array_equal(alone, expected)
+
+
 def test_a_gathering_stream_widens_experts_for_the_cpu_at_the_boundary() -> None:
     x, indices = call(COUNTS["several rows each"], mx.float16)
     weight = weights(mx.float16)
@@ -317,6 +332,25 @@ def test_few_dequantised_experts_are_alive_at_once() -> None:
     assert peak(run(EACH)) < whole / 2
     assert peak(run(GATHER)) < whole * 0.75
     assert peak(run(QUANTISED)) < whole / 8
+
+
+@pytest.mark.parametrize(("dtype", "cpu_dtype"), [(mx.float32, "native"), (mx.float16, "float32")])
+@pytest.mark.parametrize("form", FORMS)
+def test_two_layers_of_one_input_hold_their_dense_experts_one_after_the_other(
+    form: str, dtype: mx.Dtype, cpu_dtype: str
+) -> None:
+    """The first two of a block are both asked for before either is read."""
+    count, width = 16, 512
+    packed = pack((count, width, width), dtype)
+    x = mx.random.normal((4 * count, 1, width)).astype(dtype)
+    indices = mx.array(np.repeat(np.arange(count), 4).astype(np.uint32))
+    mx.eval(x, indices)
+
+    def run() -> mx.array:
+        return experts.run_experts(x, packed, None, indices, 3 * count, form, "eager", cpu_dtype)
+
+    # Three quarters of the experts are the CPU's; it multiplies in float32.
+    assert peak(lambda: [run(), run()]) < count * width * width * 4
 
 
 # What is refused

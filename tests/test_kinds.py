@@ -11,12 +11,14 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
+from graphs import evaluated
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchLinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
 from models import pair, tiny, tokens
 from stock import answer, assert_same, checkpoint, split_layers, stock_and_patched
 
 import fusionml
-from fusionml import experts, forwards, loading, quantized
+from fusionml import experts, forwards, loading, products, quantized
 from fusionml.calibrate import calibrate, shapes
 from fusionml.known import Layer
 from fusionml.session import Session, open_table, site_of
@@ -310,7 +312,44 @@ def test_a_subclass_is_stock_and_counted(patch: Any) -> None:
     assert fusionml.status()["skipped"] == {"Subclass: not split": 1}
 
 
+class Foreign(nn.Module):
+    """Scales, and a notion of bits of its own."""
+
+    def __init__(self, bits: Any) -> None:
+        super().__init__()
+        self.weight, self.scales, self.bits = mx.zeros((128, 128)), mx.zeros((128, 2)), bits
+
+
+@pytest.mark.parametrize("bits", [None, "4", 0, 1.58])
+def test_what_others_mean_by_bits_costs_a_model_nothing(bits: Any, patch: Any) -> None:
+    model = pair()
+    model.foreign = Foreign(bits)
+    x = mx.random.normal((1, 64, 128))
+    truth = model(x)
+    patch(model, min_rows=16, ratio=0.4)
+    assert mx.allclose(model(x), truth, atol=1e-4)
+    state = fusionml.status()
+    assert state["calls"] == {"split": 2}
+    assert state["skipped"] == {"Foreign: not split": 1}
+    assert state["eligible"] == pytest.approx(4 / 5), "128 x 128 beside two of 128 x 256"
+
+
 # --- arms
+
+
+@pytest.mark.parametrize("kind", ["linear", "quantized", "experts"])
+def test_what_is_charged_is_what_is_waited_for(kind: str) -> None:
+    """Each arm waits for its input; one whose result is real when it returns waited for that too."""
+    layer = SwitchLinear(128, 128, 4) if kind == "experts" else nn.Linear(128, 128)
+    layer = layer if kind == "linear" else layer.to_quantized(32, 4)
+    x, indices = mx.random.normal((64, 1, 128)), mx.array(np.repeat(np.arange(4), 16))
+    mx.eval(layer.parameters(), x, indices)
+    product = products.of(kind, layer, x, indices)
+    for form in products.forms(kind, kind != "linear", "metal"):
+        out = product.split(32, form, "eager", "native")
+        assert products.boundaries(kind, form) == 1 + evaluated(out), form
+    if kind != "linear":
+        assert products.boundaries(kind, None) == 1 + evaluated(product.dense("eager"))
 
 
 def entry(**changes: Any) -> Entry:
@@ -402,7 +441,49 @@ def test_a_site_learns_over_all_its_arms_and_stays_right(
         assert {form for k, arm, form in jobs if k == each and arm == "split"} <= expected
 
 
+def fails(*args: Any) -> Any:
+    raise RuntimeError("out of memory, say")
+
+
+@pytest.mark.parametrize("name", ["dense", "dense_parts"])
+def test_an_arm_that_fails_is_tried_once_and_the_others_are_learned(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FUSIONML_GATE", "auto")
+    monkeypatch.setattr("fusionml.sites.LEARNING_SHARE", 1e9)
+    monkeypatch.setattr(quantized, name, fails)
+    model, x = quantised(pair()), mx.random.normal((1, 64, 128))
+    truth = model(x)
+    fusionml.patch(model, min_rows=16)
+    try:
+        for _ in range(100):
+            assert mx.allclose(model(x), truth, atol=1e-3)
+        state = fusionml.status()
+        assert not any("learning" in site["why"] for site in state["sites"].values())
+    finally:
+        fusionml.unpatch()
+    assert state["reasons"]["a split that failed"] == 2, "once for each of the two sites"
+
+
 # --- the calibrator and configurations
+
+
+def test_what_fails_leaves_the_other_arms_and_sites_to_the_calibrator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quantized, "dense_parts", fails)
+    outcomes = calibrate(quantised(tiny("llama")), rows=[64], budget=5.0)
+    assert all(outcome.found is not None for outcome in outcomes)
+    assert all("out of memory" in str(outcome.left_out) for outcome in outcomes)
+
+
+@pytest.mark.skipif(mx.default_device() == mx.gpu, reason="a GPU gathers experts in half precision")
+def test_experts_that_stock_cannot_compute_are_left_out_by_the_calibrator() -> None:
+    model = tiny("qwen3_moe")
+    model.set_dtype(mx.bfloat16)
+    outcomes = {o.site.kind: o for o in calibrate(model, rows=[64], budget=5.0)}
+    assert outcomes["linear"].found is not None
+    assert "only supports float32" in str(outcomes["experts8top2"].left_out)
 
 
 def test_the_calibrator_covers_every_kind(tmp_path: Path) -> None:
@@ -456,3 +537,34 @@ def test_the_status_says_how_much_of_the_prompt_phase_may_split(session: Session
     attention, experts_each, router = 4 * 128 * 128, 2 * 3 * 128 * 128, 128 * 8
     assert state["eligible"] == pytest.approx(1 - router / (attention + experts_each + router))
     assert state["skipped"]["narrower than 128"] == 2
+
+
+@pytest.mark.parametrize("kind", [*EXPERTS, "qwen3_next"])
+def test_how_often_a_token_meets_an_expert_is_seen_without_a_prompt(kind: str, session: Session) -> None:
+    """Also among convolutions and latent attention, whose weights have three dimensions too."""
+    model = tiny(kind)
+    with fusionml.patched(min_rows=16, ratio=0.4):
+        session.known.add(model, from_loader=True)
+        session.observe(model)
+        before = fusionml.status()["eligible"]
+        assert {layer.top for layer in session.known.layers() if layer.kind == "experts"} == {2}
+        mx.eval(model(tokens(PROMPT)))
+        assert fusionml.status()["eligible"] == before
+
+
+def test_a_layer_of_many_weights_counts_as_often_as_a_token_goes_through_it(session: Session) -> None:
+    model = tiny("deepseek_v3")
+    session.known.add(model, from_loader=True)
+    heads, latent, each = 4, 128, 32
+    counted = {layer.arithmetic for layer in session.known.layers() if layer.kind == "MultiLinear"}
+    assert counted == {heads * latent * each}
+
+
+def test_adapted_experts_are_calibrated_where_a_prompt_looks_them_up() -> None:
+    """An adapter stands between the block that routes and the layer of experts."""
+    model = tiny("qwen3_moe")
+    plain = {shape.site(64) for shape in shapes(model)}
+    keys = ["mlp.switch_mlp.gate_proj", "mlp.switch_mlp.down_proj", "self_attn.q_proj"]
+    linear_to_lora_layers(model, 3, {"rank": 8, "scale": 10.0, "dropout": 0.0, "keys": keys})
+    model.eval()
+    assert {shape.site(64) for shape in shapes(model)} == plain

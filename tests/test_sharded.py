@@ -12,8 +12,7 @@ import pytest
 from graphs import foreign_stream
 from mlx.nn.layers.distributed import shard_linear
 
-from fusionml import quantized, sharded, split
-from fusionml.quantized import Packed
+from fusionml import products, sharded, split
 
 K, N = 128, 64
 KINDS = ("all-to-sharded", "sharded-to-all")
@@ -42,12 +41,8 @@ def layers(bias: bool, group: object | None = None) -> dict[tuple[str, bool], nn
     }
 
 
-def split_product(layer: nn.Module, x: mx.array) -> mx.array:
-    bias = sharded.product_bias(layer)
-    if "scales" in layer:
-        packed = Packed.of(layer)
-        return quantized.run_quantized(x, packed, bias, 16, "dense", "eager", "native")
-    return split.run_linear(x, layer["weight"], bias, 16, "eager", "native")
+def product(layer: nn.Module, x: mx.array) -> products.Product:
+    return products.of("quantized" if "scales" in layer else "linear", layer, x, None)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -56,8 +51,8 @@ def test_a_product_and_what_follows_it_are_the_layer(bias: bool) -> None:
     for layer in layers(bias).values():
         assert type(layer) in sharded.LAYERS
         plain = layer(x)
-        assert mx.array_equal(sharded.finish(layer, sharded.stock_product(layer, x)), plain)
-        out = sharded.finish(layer, split_product(layer, x))
+        assert mx.array_equal(sharded.finish(layer, product(layer, x).stock()), plain)
+        out = sharded.finish(layer, product(layer, x).split(16, "dense", "eager", "native"))
         assert (out.shape, out.dtype) == (plain.shape, plain.dtype)
         assert mx.allclose(out, plain, atol=1e-5)
 
@@ -76,7 +71,7 @@ def test_the_collective_is_called_as_the_layer_calls_it(monkeypatch: pytest.Monk
         calls.clear()
         plain, theirs = layer(x), list(calls)
         calls.clear()
-        out = sharded.finish(layer, split_product(layer, x))
+        out = sharded.finish(layer, product(layer, x).split(16, "dense", "eager", "native"))
         assert calls == theirs
         assert len(calls) == (kind == "sharded-to-all")
         assert mx.allclose(out, plain, atol=1e-5)
@@ -85,7 +80,7 @@ def test_the_collective_is_called_as_the_layer_calls_it(monkeypatch: pytest.Monk
 def test_what_follows_the_product_is_not_on_our_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(split, "cpu_stream", foreign_stream())
     for layer in layers(True).values():
-        mx.eval(sharded.finish(layer, sharded.stock_product(layer, mx.ones((4, K)))))
+        mx.eval(sharded.finish(layer, product(layer, mx.ones((4, K))).stock()))
 
 
 def test_only_what_follows_a_collective_has_its_bias_later() -> None:
