@@ -8,11 +8,12 @@ from typing import Any
 import mlx.core as mx
 
 import fusionml
-from benchmarks import arms, library
+from benchmarks import arms, library, pair_model
 from benchmarks.experiment import Cell, Experiment, Options
 from benchmarks.geometries import GEOMETRIES, Geometry, bytes_needed, model, stack
 from fusionml import machine, split
 from fusionml.calibrate import LEAST_ROWS, TOLERANCE
+from fusionml.pair_model import sentence
 
 ROWS = (1024, 2048, 4096, 8192)
 QUICK_ROWS = (1024, 4096)
@@ -97,7 +98,17 @@ def measure(cell: Cell, options: Options) -> Cell:
     library.know(blocks)
     split = library.split_arms(call, table, min_rows=max(2, rows // 2), cpu_dtype=cell["cpu_dtype"])
     result = arms.measure({"stock": call, **split}, options, tolerance=TOLERANCE[cell["dtype"]])
-    return {**result, "figures": figures(result, shares)}
+    told = widest(geometry, dtype, rows, cell["cpu_dtype"])
+    expected = {"pair": told, "pair model, its widest linear layer": sentence(told)}
+    return {**result, "figures": {**figures(result, shares), **expected}}
+
+
+def widest(geometry: Geometry, dtype: mx.Dtype, rows: int, cpu_dtype: str) -> dict[str, Any]:
+    """What the pair model expects of a block's widest linear layer; attention is not in it."""
+    shape = (geometry.intermediate, geometry.hidden)
+    x = mx.random.normal((rows, geometry.hidden), key=mx.random.key(1)).astype(dtype)
+    weight = (mx.random.normal(shape, key=mx.random.key(2)) * geometry.hidden**-0.5).astype(dtype)
+    return pair_model.beside(x, weight, cpu_dtype=cpu_dtype)
 
 
 def figures(result: Cell, shares: dict[str, Any]) -> dict[str, Any]:

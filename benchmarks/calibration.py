@@ -12,14 +12,15 @@ import time
 from dataclasses import asdict
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 
-from benchmarks import arms, library
+from benchmarks import arms, checkpoints
 from benchmarks.experiment import Cell, Experiment, Options
 from fusionml import loading, split
-from fusionml.calibrate import TOLERANCE, Bench, Outcome, Shape, boundary_seconds, search_site, shapes
+from fusionml.calibrate import Bench, boundary_seconds, search_site, shapes
+from fusionml.plans import DENSE, SPLIT, STOCK
 from fusionml.ratios import Probe
+from fusionml.search import Found, Trial, Way
 
 STEP, QUICK_STEP = 0.05, 0.15
 ROWS, QUICK_ROWS = (512, 256), (256,)
@@ -29,7 +30,7 @@ SEARCH_SECONDS = 600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    library.add_model(parser)
+    checkpoints.add_model(parser)
     parser.add_argument("--rows", type=int, nargs="+", help="rows of the calls (default: 512 256)")
     parser.add_argument(
         "--sites", type=int, help="shapes, the one with the most arithmetic first (default: 3)"
@@ -68,67 +69,60 @@ def measure(cell: Cell, options: Options) -> Cell:
         shape, rows, seconds=SEARCH_SECONDS, boundary=boundary_seconds(), cpu_dtype="native"
     )
     searched = time.perf_counter() - start
-    if outcome.choice is None:
+    found_arm = outcome.found
+    if found_arm is None:
         raise ValueError(f"the search found nothing: {outcome.left_out}")
-    grid = exhaustive(shape, rows, outcome.cpu_dtype, cell["step"])
+    bench = Bench(shape, rows, made_up=False)
+    grid = exhaustive(bench, found_arm.way, cell["step"])
     best = min(grid, key=lambda ratio: grid[ratio])
-    result = compare(shape, rows, outcome, best, options)
+    result = compare(bench, found_arm, best, options)
     times = result["arms"]
     return {
         **result,
         "figures": {
             "model": name,
             "site": outcome.site.key(),
-            "chosen": outcome.choice.ratio,
+            "arm": found_arm.arm,
+            "form": found_arm.way.form,
+            "chosen": found_arm.choice.ratio,
             "best": best,
             "slower_than_best": times["chosen"]["median"] / times["best of the grid"]["median"] - 1,
             "search_seconds": searched,
-            "search_samples": outcome.choice.samples,
-            "composed": outcome.choice.composed,
-            "choice": asdict(outcome.choice),
+            "search_samples": found_arm.choice.samples,
+            "composed": found_arm.choice.composed,
+            "choice": asdict(found_arm.choice),
             "grid": {f"{ratio:.2f}": seconds for ratio, seconds in grid.items()},
         },
     }
 
 
-def exhaustive(shape: Shape, rows: int, cpu_dtype: str, step: float) -> dict[float, float]:
+def exhaustive(bench: Bench, way: Way, step: float) -> dict[float, float]:
     """Median seconds of every share from 0 to the largest, by `step`, timed in turn."""
-    bench = Bench(shape, rows, cpu_dtype, None)
     steps = [round(i * step, 2) for i in range(int(split.max_ratio() / step + 1e-9) + 1)]
     rounds: dict[float, list[float]] = {ratio: [] for ratio in steps}
     for turn in range(GRID_REPEATS):
         for ratio in steps if turn % 2 == 0 else reversed(steps):
-            rounds[ratio].append(bench.seconds(probe(rows, ratio)))
+            rounds[ratio].append(bench.seconds(trial(bench.rows, way, ratio)))
     return {ratio: float(np.median(times)) for ratio, times in rounds.items()}
 
 
-def probe(rows: int, ratio: float) -> Probe:
+def trial(rows: int, way: Way, ratio: float) -> Trial:
     """What times one share of a call."""
-    return Probe("split", split.cpu_rows(rows, ratio), ratio) if ratio else Probe("stock")
+    m = split.cpu_rows(rows, ratio)
+    return Trial(SPLIT, Probe("split", m, ratio), way) if m else Trial(STOCK)
 
 
-def compare(shape: Shape, rows: int, outcome: Outcome, best: float, options: Options) -> Cell:
-    """Stock, the chosen share and the grid's best, on one weight and one input."""
-    assert outcome.choice is not None
-    bench = Bench(shape, rows, outcome.cpu_dtype, None)
-    weight, bias = bench.weights[0]
+def compare(bench: Bench, found: Found, best: float, options: Options) -> Cell:
+    """Stock, what was chosen and the grid's best, on one weight and one input."""
+    product, way = bench.products[0], found.way
 
-    def product(ratio: float) -> Any:
-        m = split.cpu_rows(rows, ratio)
+    def share(ratio: float) -> Any:
+        m = split.cpu_rows(bench.rows, ratio)
+        return (lambda: product.split(m, way.form, "eager", way.cpu_dtype)) if m else product.stock
 
-        def call() -> mx.array:
-            if m == 0:
-                return split.stock_linear(bench.x, weight, bias)
-            return split.run_linear(bench.x, weight, bias, m, "eager", outcome.cpu_dtype)
-
-        return call
-
-    given = {
-        "stock": product(0.0),
-        "chosen": product(outcome.choice.ratio),
-        "best of the grid": product(best),
-    }
-    return arms.measure(given, options, tolerance=TOLERANCE[outcome.site.dtype])
+    chosen = (lambda: product.dense("eager")) if found.arm == DENSE else share(found.choice.ratio)
+    given = {"stock": product.stock, "chosen": chosen, "best of the grid": share(best)}
+    return arms.measure(given, options, tolerance=bench.error(found)[1])
 
 
 EXPERIMENT = Experiment(
@@ -137,7 +131,7 @@ EXPERIMENT = Experiment(
     paper="Section 4",
     cells=cells,
     measure=measure,
-    memory=library.memory_of_model,
+    memory=checkpoints.memory,
     samples=(10, 2),
     arguments=add_arguments,
 )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiment import Cell
 from benchmarks.leash import leashed
 from fusionml.settings import Settings
 
@@ -59,6 +60,11 @@ def needed_bytes(model: str | None) -> int:
         return DEMO_BYTES
     weights = Path(model).expanduser().glob("*.safetensors")
     return int(OVERHEAD * sum(file.stat().st_size for file in weights))
+
+
+def memory(cell: Cell) -> int:
+    """`needed_bytes` of a cell's `model`."""
+    return needed_bytes(cell["model"])
 
 
 def calibrate(model: str | None, rows: Iterable[int], budget: float, table: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from benchmarks import arms, library, pair_model
+from benchmarks import arms, checkpoints, library, pair_model
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
 from benchmarks.geometries import GEOMETRIES, bytes_needed, stack
@@ -60,14 +60,14 @@ def cells(options: Options) -> dict[str, Cell]:
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    library.add_model(parser)
+    checkpoints.add_model(parser)
     parser.add_argument("--dtype", choices=library.DTYPES, help="of the block (default: as `block` has it)")
     add_ratio(parser)
 
 
 def memory(cell: Cell) -> int:
     if cell["what"] == "model":
-        return library.memory_of_model(cell)
+        return checkpoints.memory(cell)
     geometry = GEOMETRIES[GEOMETRY].scaled(cell["scale"])
     return bytes_needed(geometry, 1, cell["rows"], getattr(mx, cell["dtype"]).size, fused=False)
 

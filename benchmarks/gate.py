@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks import arms, checkpoints
 from benchmarks.experiment import LEAST_SAMPLES, Cell, Experiment, Options
 from benchmarks.leash import leashed
-from fusionml import GatedBlock, forwards, loading, machine
+from fusionml import GatedBlock, forwards, loading, machine, products
 from fusionml.blocks import EAGER
 from fusionml.compare import generate_once, prompt_ids
 from fusionml.gate import POLICIES, Decision
@@ -338,9 +338,10 @@ def _asking(layer: nn.Linear, x: mx.array, calls: int) -> float:
         if not control.learning:
             break
         mx.eval(layer(x))
+    product, rows = products.of(known.kind, layer, x, None), x.shape[-2]
     start = time.perf_counter()
     for _ in range(calls):
-        forwards.ask(session(), known, layer, x)
+        forwards.ask(session(), known, product, rows, id(layer))
     return (time.perf_counter() - start) / calls
 
 

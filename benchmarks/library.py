@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 import fusionml
 from benchmarks.arms import Arm
-from benchmarks.experiment import Cell, Options
+from benchmarks.experiment import Options
 from fusionml import calibrate, machine
 from fusionml.ratios import default_ratio
 from fusionml.session import open_table
@@ -36,23 +36,6 @@ def add_dtype(parser: argparse.ArgumentParser, cpu_dtype: str = "auto") -> None:
         default=cpu_dtype,
         help=f"what the CPU rows are computed in; the paper's is native (default: {cpu_dtype})",
     )
-
-
-def add_model(parser: argparse.ArgumentParser) -> None:
-    """The flag of an experiment on a whole model."""
-    parser.add_argument(
-        "--model", default=None, help="folder or hub id (default: a small one, random weights)"
-    )
-
-
-def memory_of_model(cell: Cell) -> int:
-    """Bytes of the files of the cell's `model`, half as much again for what it computes; 0 where unknown.
-
-    A hub id is not looked up: loading says itself, with figures, that a model does not fit.
-    """
-    folder = Path(cell["model"] or "").expanduser()
-    files = folder.glob("*.safetensors") if cell["model"] and folder.is_dir() else ()
-    return sum(file.stat().st_size for file in files) * 3 // 2
 
 
 def dtype_name(options: Options) -> str:
@@ -110,14 +93,17 @@ _kept: list[tempfile.TemporaryDirectory[str]] = []
 
 
 def _found(outcome: calibrate.Outcome) -> dict[str, Any]:
-    choice = outcome.choice
-    if choice is None:
+    found = outcome.found
+    if found is None:
         return {"ratio": None, "gain": None, "cpu_dtype": None, "left_out": outcome.left_out}
+    choice = found.choice
     return {
         "ratio": choice.ratio,
         "gain": choice.gain,
         "composed": choice.composed,
-        "cpu_dtype": outcome.cpu_dtype,
+        "arm": found.arm,
+        "form": found.way.form,
+        "cpu_dtype": found.way.cpu_dtype,
         "left_out": outcome.left_out,
     }
 

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from benchmarks import arms, library
+from benchmarks import arms, checkpoints, library
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
 from fusionml import loading, patched, status
@@ -26,7 +26,7 @@ ROWS, QUICK_ROWS = (511,), (127,)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    library.add_model(parser)
+    checkpoints.add_model(parser)
     parser.add_argument("--rows", type=int, nargs="+", help="rows of each call (default: 511)")
 
 
@@ -103,7 +103,7 @@ EXPERIMENT = Experiment(
     paper="Section 4",
     cells=cells,
     measure=measure,
-    memory=library.memory_of_model,
+    memory=checkpoints.memory,
     samples=(10, 1),
     arguments=add_arguments,
 )

@@ -17,12 +17,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from benchmarks import arms, library
+from benchmarks import arms, library, pair_model
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
 from fusionml import machine, split
 from fusionml.calibrate import TOLERANCE
 from fusionml.measure import overlap
+from fusionml.pair_model import sentence
 from fusionml.ratios import composed_ratio
 from fusionml.settings import check_ratio
 
@@ -213,7 +214,10 @@ def figures(cell: Cell, times: dict[str, float], p: Problem) -> dict[str, Any]:
     cpu_rows, rest = cell["cpu_rows"], cell["rows"] - cell["cpu_rows"]
     alone = (cpu_rows / cpu_alone, rest / current_alone)
     cpu, current = contended(cpu_rows, rest, *ends(p), *alone)
+    told = pair_model.beside(p.input(), p.weight, cpu_dtype=p.cpu_dtype)
     return {
+        "pair": told,
+        "pair model": sentence(told),
         "overlap": overlaps["eager boundary"],
         "overlaps": overlaps,
         "cpu_rows_per_second": {"alone": alone[0], "together": cpu},

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models import cache
 
-from benchmarks import arms, library
+from benchmarks import arms, checkpoints
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
 from fusionml import loading, patched
@@ -41,7 +41,7 @@ Samples = dict[str, list[float]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    library.add_model(parser)
+    checkpoints.add_model(parser)
 
 
 def cells(options: Options) -> dict[str, Cell]:
@@ -61,7 +61,7 @@ def cells(options: Options) -> dict[str, Cell]:
 def memory(cell: Cell) -> int:
     """Bytes of the layer, or of the model."""
     if "model" in cell:
-        return library.memory_of_model(cell)
+        return checkpoints.memory(cell)
     return 4 * cell["width"] * (cell["width"] + 2 * cell["rows"])
 
 

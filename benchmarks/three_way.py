@@ -141,16 +141,18 @@ class ThreeWaySearch:
         return None
 
     def _neighbours(self, shares: Shares, stride: int) -> list[Shares]:
-        """Every move of `stride` steps, or of what there is, from one unit to another."""
-        found = []
-        for giver, taker in permutations(range(len(shares)), 2):
-            moved = min(stride, shares[giver])
-            if moved:
-                changed = list(shares)
-                changed[giver] -= moved
-                changed[taker] += moved
-                found.append(tuple(changed))
-        return found
+        """Every move of `stride` steps, or of what there is, from one unit to another, or with all others.
+
+        Where two units end together, a move that relieves one of them alone gains nothing.
+        """
+        pairs = [{giver: -1, taker: 1} for giver, taker in permutations(range(len(shares)), 2)]
+        others = [
+            {unit: -sign if unit == one else sign for unit in range(len(shares))}
+            for one in range(len(shares))
+            for sign in (1, -1)
+        ]
+        moves = [_moved(shares, move, stride) for move in [*pairs, *others]]
+        return list(dict.fromkeys(each for each in moves if each != shares))
 
     # --- samples
 
@@ -159,6 +161,21 @@ class ThreeWaySearch:
 
     def _seconds(self, shares: Shares) -> float:
         return median(self._times[shares])
+
+
+def _moved(shares: Shares, move: Mapping[int, int], stride: int) -> Shares:
+    """Shares after each unit that gives (-1) gave `stride` steps or what it has to those that take (1)."""
+    changed = list(shares)
+    takers = [unit for unit, sign in move.items() if sign > 0]
+    given = 0
+    for unit, sign in move.items():
+        if sign < 0:
+            gift = min(stride * max(1, len(takers)), changed[unit])
+            changed[unit] -= gift
+            given += gift
+    for place, unit in enumerate(takers):
+        changed[unit] += given // len(takers) + (place < given % len(takers))
+    return tuple(changed)
 
 
 def rows_of(shares: Mapping[str, float], rows: int, multiple: int = 1) -> dict[str, int]:

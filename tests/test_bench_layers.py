@@ -11,7 +11,7 @@ import mlx.nn as nn
 import pytest
 from checkpoints import small_checkpoint
 
-from benchmarks import arms, calibration, experts, library, linears, overhead, quantized
+from benchmarks import arms, calibration, checkpoints, experts, linears, overhead, quantized
 from benchmarks.experiment import NAMES, Options, load
 from fusionml import forwards, loading, split
 
@@ -37,9 +37,9 @@ def test_cells_are_plain_data_that_need_no_model(name: str) -> None:
 def test_memory_of_a_model_is_that_of_its_files(checkpoint: str) -> None:
     size = sum(file.stat().st_size for file in Path(checkpoint).glob("*.safetensors"))
     assert size > 0
-    assert library.memory_of_model({"model": checkpoint}) == size * 3 // 2
-    assert library.memory_of_model({"model": None}) == 0
-    assert library.memory_of_model({"model": "somebody/model"}) == 0
+    assert checkpoints.memory({"model": checkpoint}) == int(size * checkpoints.OVERHEAD)
+    assert checkpoints.memory({"model": None}) == checkpoints.DEMO_BYTES
+    assert checkpoints.memory({"model": "somebody/model"}) == 0
 
 
 # --- overhead
