@@ -147,6 +147,6 @@ EXPERIMENT = Experiment(
     cells=cells,
     measure=measure,
     memory=memory,
-    samples=(12, 2),
+    samples=(6, 1),
     arguments=arguments,
 )
