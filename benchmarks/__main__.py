@@ -118,7 +118,6 @@ def parse(chosen: Experiment, rest: Sequence[str]) -> argparse.Namespace:
 
 def options(chosen: Experiment, args: argparse.Namespace) -> tuple[Options, list[str]]:
     """The options that the flags come to, and what is to be said about them."""
-    samples, warm_ups = experiment.counts(chosen, args.quick, args.samples)
     factor, notes = args.scale, []
     if factor == 0:
         rate = scale.gflops()
@@ -129,6 +128,9 @@ def options(chosen: Experiment, args: argparse.Namespace) -> tuple[Options, list
             )
     elif factor > 1:
         notes.append(f"the paper's sizes divided by {factor}, as asked for")
+    samples, warm_ups = experiment.counts(chosen, args.quick, args.samples, scaled=factor > 1)
+    if not args.quick and args.samples is None and samples < chosen.samples[0]:
+        notes.append(f"{samples} samples of each arm instead of {chosen.samples[0]}: the machine is small")
     extra = {name: value for name, value in vars(args).items() if name not in COMMON}
     made = Options(args.quick, factor, args.force, samples, warm_ups, extra)
     return made, notes

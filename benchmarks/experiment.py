@@ -14,7 +14,7 @@ Cell = dict[str, Any]
 QUICK_SHARE = 10
 BLOCK_FLOP = 3.6e12
 """One Llama-3-8B block at 8192 rows."""
-LEAST_SAMPLES = 3
+LEAST_SAMPLES, SMALL_SAMPLES = 3, 10
 
 NAMES = {
     name: f"benchmarks.{name}"
@@ -95,9 +95,14 @@ def load(name: str) -> Experiment:
     return experiment
 
 
-def counts(experiment: Experiment, quick: bool, samples: int | None) -> tuple[int, int]:
-    """Samples and warm-ups of each arm: the experiment's own, a tenth of them, or as asked for."""
+def counts(experiment: Experiment, quick: bool, samples: int | None, *, scaled: bool) -> tuple[int, int]:
+    """Samples and warm-ups of each arm: the experiment's own, a tenth of them, or as asked for.
+
+    Where sizes are divided, because the machine is small, two in five of them: it has the time for no more.
+    """
     usual, warm_ups = experiment.samples
-    if samples is None:
-        samples = max(LEAST_SAMPLES, usual // QUICK_SHARE) if quick else usual
+    if samples is None and quick:
+        samples = max(LEAST_SAMPLES, usual // QUICK_SHARE)
+    elif samples is None:
+        samples = min(usual, max(SMALL_SAMPLES, usual * 2 // 5)) if scaled else usual
     return samples, min(warm_ups, max(1, round(samples * warm_ups / usual)))

@@ -147,19 +147,33 @@ def test_help_names_every_experiment_and_imports_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("usual", "quick", "asked", "found"),
+    ("usual", "quick", "asked", "scaled", "found"),
     [
-        ((50, 10), False, None, (50, 10)),
-        ((50, 10), True, None, (5, 1)),
-        ((10, 3), True, None, (3, 1)),
-        ((50, 10), False, 20, (20, 4)),
-        ((50, 10), True, 1, (1, 1)),
-        ((150, 0), False, None, (150, 0)),
+        ((50, 10), False, None, False, (50, 10)),
+        ((50, 10), False, None, True, (20, 4)),
+        ((10, 3), False, None, True, (10, 3)),
+        ((6, 1), False, None, True, (6, 1)),
+        ((50, 10), True, None, True, (5, 1)),
+        ((10, 3), True, None, False, (3, 1)),
+        ((50, 10), False, 30, True, (30, 6)),
+        ((50, 10), True, 1, False, (1, 1)),
+        ((150, 0), False, None, False, (150, 0)),
     ],
 )
-def test_counts(usual: tuple[int, int], quick: bool, asked: int | None, found: tuple[int, int]) -> None:
+def test_counts(
+    usual: tuple[int, int], quick: bool, asked: int | None, scaled: bool, found: tuple[int, int]
+) -> None:
     made = replace(toys.EXPERIMENT, samples=usual)
-    assert experiment.counts(made, quick, asked) == found
+    assert experiment.counts(made, quick, asked, scaled=scaled) == found
+
+
+def test_fewer_samples_than_the_papers_are_said(monkeypatch: Fixture) -> None:
+    monkeypatch.setattr(scale, "gflops", lambda: 6.0)
+    usual = replace(toys.EXPERIMENT, samples=(50, 10))
+    made, notes = command.options(usual, command.parse(usual, []))
+    assert (made.samples, made.warm_ups) == (20, 4)
+    assert notes[1] == "20 samples of each arm instead of 50: the machine is small"
+    assert len(command.options(usual, command.parse(usual, ["--samples", "20"]))[1]) == 1
 
 
 def test_machines_of_the_papers_kind_are_not_scaled() -> None:
