@@ -53,9 +53,14 @@ def exact(packed: nn.Module) -> nn.Module:
 
 
 def judge(name: str, out: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-    """The largest error of an arm, and the share of positions where the likeliest token is the same."""
+    """The largest error of an arm, the usual one, and how often the likeliest token is the reference's."""
     same = (out.argmax(axis=-1) == reference.argmax(axis=-1)).mean()
-    return {f"{name}: error": relative_error(out, reference), f"{name}: agreement": float(same)}
+    off, size = (np.linalg.norm(each.astype(np.float64)) for each in (out - reference, reference))
+    return {
+        f"{name}: error": relative_error(out, reference),
+        f"{name}: root mean square error": float(off / size),
+        f"{name}: agreement": float(same),
+    }
 
 
 def measure(parameters: Cell, options: Options) -> Cell:

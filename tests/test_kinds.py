@@ -456,8 +456,10 @@ def test_an_arm_that_fails_is_tried_once_and_the_others_are_learned(
     truth = model(x)
     fusionml.patch(model, min_rows=16)
     try:
-        for _ in range(100):
+        for _ in range(1000):  # a noisy machine needs more samples
             assert mx.allclose(model(x), truth, atol=1e-3)
+            if not fusionml.patching.session().learning():
+                break
         state = fusionml.status()
         assert not any("learning" in site["why"] for site in state["sites"].values())
     finally:
@@ -472,7 +474,7 @@ def test_what_fails_leaves_the_other_arms_and_sites_to_the_calibrator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quantized, "dense_parts", fails)
-    outcomes = calibrate(quantised(tiny("llama")), rows=[64], budget=5.0)
+    outcomes = calibrate(quantised(tiny("llama")), rows=[64], budget=60.0)
     assert all(outcome.found is not None for outcome in outcomes)
     assert all("out of memory" in str(outcome.left_out) for outcome in outcomes)
 
@@ -481,7 +483,7 @@ def test_what_fails_leaves_the_other_arms_and_sites_to_the_calibrator(
 def test_experts_that_stock_cannot_compute_are_left_out_by_the_calibrator() -> None:
     model = tiny("qwen3_moe")
     model.set_dtype(mx.bfloat16)
-    outcomes = {o.site.kind: o for o in calibrate(model, rows=[64], budget=5.0)}
+    outcomes = {o.site.kind: o for o in calibrate(model, rows=[64], budget=60.0)}
     assert outcomes["linear"].found is not None
     assert "only supports float32" in str(outcomes["experts8top2"].left_out)
 
@@ -489,7 +491,7 @@ def test_experts_that_stock_cannot_compute_are_left_out_by_the_calibrator() -> N
 def test_the_calibrator_covers_every_kind(tmp_path: Path) -> None:
     model = quantised(tiny("qwen3_moe"))
     table = open_table(str(tmp_path / "ratios.json"))
-    outcomes = calibrate(model, rows=[64], budget=20.0, table=table)
+    outcomes = calibrate(model, rows=[64], budget=60.0, table=table)
     assert {outcome.site.kind for outcome in outcomes} == {"quantized", "experts8top2"}
     assert all(outcome.found is not None for outcome in outcomes)
     assert {site.dtype for site in table.entries()} == {"u4g32-float32"}
@@ -522,7 +524,7 @@ def test_a_configuration_says_how_its_layers_are_quantised(tmp_path: Path) -> No
     model, made_up, _ = loading.from_config(str(path))
     found = {(shape.kind, shape.packed) for shape in shapes(model, made_up)}
     assert found == {("quantized", "u4g32"), ("quantized", "u8g64"), ("linear", "")}
-    outcomes = calibrate(model, rows=[32], budget=5.0, made_up=made_up)
+    outcomes = calibrate(model, rows=[32], budget=60.0, made_up=made_up)
     assert {outcome.site.kind for outcome in outcomes} == {"quantized", "linear"}
     assert any(outcome.found is not None for outcome in outcomes)
 
