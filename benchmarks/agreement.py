@@ -16,6 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from benchmarks import checkpoints
 from benchmarks.experiment import Cell, Experiment, Options
 from fusionml import loading, patched, status
 from fusionml.compare import prompt_ids
@@ -25,7 +26,7 @@ TOKENS, QUICK_TOKENS = 512, 300
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="a quantised checkpoint (default: the small one, in 4 bits)")
+    checkpoints.add_model(parser, "the small one, in 4 bits")
     parser.add_argument("--tokens", type=int, help=f"tokens that are judged (default: {TOKENS})")
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from benchmarks import arms
+from benchmarks import arms, library
 from benchmarks.experiment import Cell, Experiment, Options
-from fusionml import patch, patched, status, unpatch
+from fusionml import status
 
 PROMPT, QUICK_PROMPT, TOKENS = 512, 300, 24
 GROUP = 64
@@ -124,12 +124,8 @@ def measure(parameters: Cell, options: Options) -> Cell:
         if parameters["phase"] == "prompt"
         else functools.partial(decode, model, parameters["tokens"])
     )
-    patch(model, gate="off")
-    unpatch()  # it stays known: each arm switches on what it needs
-    ways = {
-        "stock": arms.Arm(once, lambda: patched(enabled=False)),
-        "patched": arms.Arm(once, lambda: patched(gate="off")),
-    }
+    library.know(model)
+    ways = {"stock": once, "patched": library.split_arm(once)}
     result = arms.measure(ways, options, tolerance=TOLERANCE)
     state = status()
     figures = {"calls": state["calls"], "eligible": state["eligible"], "skipped": state["skipped"]}

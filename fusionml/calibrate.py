@@ -72,11 +72,6 @@ class Shape:
         """Multiply-adds for one token, all layers together."""
         return self.inputs * self.outputs * self.top * len(self.layers)
 
-    @property
-    def dense(self) -> bool:
-        """Whether there is a dense arm."""
-        return self.kind != products.LINEAR
-
     def site(self, rows: int) -> Site:
         """The site that calls of `rows` tokens look up."""
         return site_of(self, self.dtype, rows)
@@ -307,7 +302,7 @@ def _search(
     forms = products.forms(shape.kind, bool(shape.packed), machine.backend())
     return SiteSearch(
         [Way(form, name) for form in forms for name in cpu_dtypes(cpu_dtype, shape.dtype)],
-        dense=shape.dense,
+        dense=products.has_dense(shape.kind),
         boundary_seconds=boundary,
         waits=functools.partial(_waits, shape),
         make=lambda: RatioSearch(

@@ -77,7 +77,7 @@ def real_runs(
     Raises:
         ValueError: under a trace.
     """
-    arrays = [*split.given(x, indices, bias), *_arrays(weight)]
+    arrays = [*split.given(x, indices, bias), *arrays_of(weight)]
     split.materialise(arrays, boundary)
     return expert_runs(np.array(indices))
 
@@ -289,7 +289,8 @@ def result_type(x: mx.array, weight: Weight, bias: mx.array | None) -> mx.Dtype:
     return dtype if bias is None else mx.result_type(mx.zeros((), dtype), bias)
 
 
-def _arrays(weight: Weight) -> list[mx.array]:
+def arrays_of(weight: Weight) -> list[mx.array]:
+    """What must be real before anything is computed from it."""
     return weight.arrays if isinstance(weight, Packed) else [weight]
 
 

@@ -73,7 +73,7 @@ class LinearProduct:
         return split.stock_linear(self.x, self.weight, self.bias)
 
     def dense(self, boundary: str) -> mx.array:
-        raise NotImplementedError("a dense weight has no dense arm")
+        return self.stock()  # its weight is dense already
 
     def exact(self) -> None:
         return None
@@ -132,8 +132,7 @@ class ExpertsProduct:
 
     @property
     def arrays(self) -> list[mx.array]:
-        weights = self.weight.arrays if isinstance(self.weight, Packed) else [self.weight]
-        return [self.x, *weights, *split.given(self.bias), self.indices]
+        return [self.x, *experts.arrays_of(self.weight), *split.given(self.bias), self.indices]
 
     @property
     def dtype(self) -> mx.Dtype:
@@ -189,6 +188,11 @@ def forms(kind: str, packed: bool, backend: str) -> tuple[str, ...]:
         return (DENSE, quantized.QUANTISED)
     made = {"cpu": (experts.EACH, experts.GATHER), "metal": (experts.GATHER, experts.EACH)}
     return (*made.get(backend, (experts.GATHER,)), *((experts.QUANTISED,) if packed else ()))
+
+
+def has_dense(kind: str) -> bool:
+    """Whether layers of this kind have a dense arm beside stock: where a dense weight is not stock's own."""
+    return None in _WAITS[kind]
 
 
 def boundaries(kind: str, form: str | None) -> int:

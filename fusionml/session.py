@@ -204,7 +204,7 @@ class Session:
             entry = None
         pair = Pair(backend, machine.cores())
         plan = decide(self.settings, pair, entry, cpu_dtype=cpu_dtype, form=forms[0])
-        policy, dense = self.settings.gate, layer.kind != products.LINEAR
+        policy, dense = self.settings.gate, products.has_dense(layer.kind)
         if policy != "off" and plan.arm == SPLIT and entry is None and self.settings.ratio is None:
             ways = [Way(form, cpu_dtype) for form in forms]
             learn = functools.partial(self._learning, layer.kind, ways)
@@ -214,7 +214,7 @@ class Session:
         return SiteControl(site.key(), plan, policy, dense=dense, per_row=per_row)
 
     def _learning(self, kind: str, ways: list[Way], rows: int) -> Learning:
-        dense, waits = kind != products.LINEAR, functools.partial(products.boundaries, kind)
+        dense, waits = products.has_dense(kind), functools.partial(products.boundaries, kind)
         return Learning(rows, split.max_ratio(), Arms(ways, dense, self.boundary_seconds(), waits))
 
     def _keep(self, site: Site, backend: str) -> Callable[[Found, int], None]:
