@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import ended
 
 from benchmarks import hog
 from benchmarks.hog import Hog, HogError
@@ -35,14 +36,6 @@ def until(what: Callable[[], bool], seconds: float = 30) -> bool:
             return False
         time.sleep(0.02)
     return True
-
-
-def ended(pid: int) -> bool:
-    """Whether a process has given back its memory: a zombie has none."""
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes import ended
 
 from benchmarks import leash
 
@@ -23,7 +24,7 @@ HOLD = (
 def gone(pid: int, seconds: float = 20) -> bool:
     """Whether the process has ended, waiting for it."""
     deadline = time.monotonic() + seconds
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not ended(pid):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)

@@ -17,6 +17,7 @@ import pytest
 import toys
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import ended
 
 from benchmarks import cell, experiment, runner, schema
 from benchmarks.experiment import Experiment, Options
@@ -130,17 +131,7 @@ def _until(done: Any) -> None:
 
 def _gone(process: int) -> None:
     """Within some seconds: no cell outlives its runner."""
-
-    def gone() -> bool:
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        # Without an init process that reaps, an orphan stays as a zombie.
-        state = Path(f"/proc/{process}/stat")
-        return state.exists() and state.read_text().rsplit(") ", 1)[1].startswith("Z")
-
-    _until(gone)
+    _until(lambda: ended(process))
 
 
 def test_the_file_is_whole_at_every_moment(monkeypatch: Fixture, tmp_path: Path) -> None:
