@@ -94,7 +94,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--samples", type=_whole(1), default=None, help="samples of each arm (default: the paper's)")
     add("--force", action="store_true", help="run on battery, in low-power mode or short of memory; says so")
     add("--results", type=Path, default=RESULTS, help="folder for the JSON (default: results)")
-    add("--cool-down", type=float, default=None, help="seconds to rest between cells (default: 3, quick: 0)")
+    add("--cool-down", type=float, default=None, help="seconds to rest for each cell (default: 3, quick: 0)")
 
 
 def _whole(least: int) -> Any:
@@ -132,8 +132,8 @@ def options(chosen: Experiment, args: argparse.Namespace) -> tuple[Options, list
     if not args.quick and args.samples is None and samples < chosen.samples[0]:
         notes.append(f"{samples} samples of each arm instead of {chosen.samples[0]}: the machine is small")
     extra = {name: value for name, value in vars(args).items() if name not in COMMON}
-    made = Options(args.quick, factor, args.force, samples, warm_ups, extra)
-    return made, notes
+    count = experiment.processes(chosen, args.quick, samples)
+    return Options(args.quick, factor, args.force, samples, warm_ups, count, extra=extra), notes
 
 
 def _run(chosen: Experiment, args: argparse.Namespace, command: list[str]) -> int:

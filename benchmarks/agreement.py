@@ -99,4 +99,5 @@ EXPERIMENT = Experiment(
     memory=memory,
     samples=(1, 0),
     arguments=arguments,
+    processes=1,
 )

@@ -108,4 +108,5 @@ EXPERIMENT = Experiment(
     memory=memory,
     flop=2.0 * ROWS[-1] * INPUTS * OUTPUTS,
     unavailable=coreml.unavailable,
+    processes=1,
 )

@@ -120,15 +120,16 @@ def summarise(
     samples: Mapping[str, Sequence[float]],
     baseline: str = "stock",
     errors: Mapping[str, float | None] | None = None,
+    groups: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """A cell from samples that were taken in turns: `baseline`, `arms`, `ratios`, `aa` and `errors`.
 
     An arm named `<baseline> again` is the baseline's A/A twin and becomes `aa`; an arm without samples has no
-    ratio.
+    ratio. `groups` are the numbers of samples that each process took, where there were several.
     """
     twin = f"{baseline} {AGAIN}"
     ratios = {
-        name: asdict(paired_ratio(samples[baseline], times))
+        name: asdict(paired_ratio(samples[baseline], times, groups=groups))
         for name, times in samples.items()
         if times and name != baseline
     }

@@ -94,13 +94,15 @@ def measure(cell: Cell, options: Options) -> Cell:
 
     one = stack(geometry, 1, dtype)
     seconds = library.calibration_seconds(lambda: one(x), options)
-    table, shares = library.calibrated(model(geometry, 2, dtype), [rows], seconds, cell["cpu_dtype"])
+    two = model(geometry, 2, dtype)
+    table, shares = library.calibrated(two, [rows], seconds, cell["cpu_dtype"], options.shared)
     library.know(blocks)
     split = library.split_arms(call, table, min_rows=max(2, rows // 2), cpu_dtype=cell["cpu_dtype"])
     result = arms.measure({"stock": call, **split}, options, tolerance=TOLERANCE[cell["dtype"]])
     told = widest(geometry, dtype, rows, cell["cpu_dtype"])
     expected = {"pair": told, "pair model, its widest linear layer": sentence(told)}
-    return {**result, "figures": {**figures(result, shares), **expected}}
+    figures = {"sites": shares, "calls": fusionml.status()["calls"], **expected}
+    return {**result, "figures": figures}
 
 
 def widest(geometry: Geometry, dtype: mx.Dtype, rows: int, cpu_dtype: str) -> dict[str, Any]:
@@ -111,16 +113,11 @@ def widest(geometry: Geometry, dtype: mx.Dtype, rows: int, cpu_dtype: str) -> di
     return pair_model.beside(x, weight, cpu_dtype=cpu_dtype)
 
 
-def figures(result: Cell, shares: dict[str, Any]) -> dict[str, Any]:
-    """Which arm was fastest, the calibrated CPU share of every site, and how many calls were split."""
+def conclude(parameters: Cell, result: Cell) -> Cell:
+    """Which arm was fastest, and by how much."""
     ratios = result["ratios"]
     best = max(ratios, key=lambda name: ratios[name]["value"], default=None)
-    return {
-        "best": best,
-        "speedup": ratios[best]["value"] if best else None,
-        "sites": shares,
-        "calls": fusionml.status()["calls"],
-    }
+    return {"best": best, "speedup": ratios[best]["value"] if best else None}
 
 
 EXPERIMENT = Experiment(
@@ -131,4 +128,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     memory=memory,
     arguments=add_arguments,
+    conclude=conclude,
 )

@@ -75,10 +75,8 @@ def measure(cell: Cell, options: Options) -> Cell:
     bench = Bench(shape, rows, made_up=False)
     grid = exhaustive(bench, found_arm.way, cell["step"])
     best = min(grid, key=lambda ratio: grid[ratio])
-    result = compare(bench, found_arm, best, options)
-    times = result["arms"]
     return {
-        **result,
+        **compare(bench, found_arm, best, options),
         "figures": {
             "model": name,
             "site": outcome.site.key(),
@@ -86,7 +84,6 @@ def measure(cell: Cell, options: Options) -> Cell:
             "form": found_arm.way.form,
             "chosen": found_arm.choice.ratio,
             "best": best,
-            "slower_than_best": times["chosen"]["median"] / times["best of the grid"]["median"] - 1,
             "search_seconds": searched,
             "search_samples": found_arm.choice.samples,
             "composed": found_arm.choice.composed,
@@ -94,6 +91,12 @@ def measure(cell: Cell, options: Options) -> Cell:
             "grid": {f"{ratio:.2f}": seconds for ratio, seconds in grid.items()},
         },
     }
+
+
+def conclude(parameters: Cell, result: Cell) -> Cell:
+    """By how much the choice is slower than the grid's best, as a share of that."""
+    chosen, best = (result["arms"][name]["median"] for name in ("chosen", "best of the grid"))
+    return {"slower_than_best": chosen / best - 1 if chosen and best else None}
 
 
 def exhaustive(bench: Bench, way: Way, step: float) -> dict[float, float]:
@@ -134,4 +137,5 @@ EXPERIMENT = Experiment(
     memory=checkpoints.memory,
     samples=(10, 2),
     arguments=add_arguments,
+    conclude=conclude,
 )

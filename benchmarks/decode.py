@@ -83,11 +83,15 @@ def measure(parameters: Cell, options: Options) -> Cell:
     result["figures"] = {
         "rows": rows,
         "by default": "split" if rows >= THRESHOLD else "stock",
-        "verdict": verdict(rows, result["ratios"].get("split")),
         "dtype": dtype,
         **told,
     }
     return result
+
+
+def conclude(parameters: Cell, result: Cell) -> Cell:
+    """Whether the default threshold does the right thing."""
+    return {"verdict": verdict(parameters["rows"], result["ratios"].get("split"))}
 
 
 def verdict(rows: int, ratio: dict[str, Any] | None) -> str:
@@ -161,4 +165,5 @@ EXPERIMENT = Experiment(
     memory=memory,
     samples=(30, 6),
     arguments=arguments,
+    conclude=conclude,
 )

@@ -41,4 +41,5 @@ EXPERIMENT = Experiment(
     memory=block.memory,
     samples=(10, 3),
     arguments=add_arguments,
+    conclude=block.conclude,
 )

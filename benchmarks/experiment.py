@@ -15,6 +15,8 @@ QUICK_SHARE = 10
 BLOCK_FLOP = 3.6e12
 """One Llama-3-8B block at 8192 rows."""
 LEAST_SAMPLES, SMALL_SAMPLES = 3, 10
+PROCESSES, LEAST_EACH = 5, 3
+"""Processes that share the samples of a cell, and the fewest samples for which one is worth its start."""
 
 NAMES = {
     name: f"benchmarks.{name}"
@@ -32,7 +34,9 @@ class Options:
     """How an experiment is to run; JSON-able, and handed to the process of every cell.
 
     `scale` divides the paper's sizes and is at least 1 when an experiment sees it. `samples` and `warm_ups`
-    are those of one arm in one cell. `extra` holds the experiment's own flags by name.
+    are those of one arm in one cell, shared by so many `processes`; an experiment sees its process's part.
+    `extra` holds the experiment's own flags by name. `shared` is a folder of the cell, the same for each of
+    its processes.
     """
 
     quick: bool = False
@@ -40,6 +44,8 @@ class Options:
     force: bool = False
     samples: int = 50
     warm_ups: int = 10
+    processes: int = 1
+    shared: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -50,6 +56,11 @@ def no_arguments(parser: argparse.ArgumentParser) -> None:
 def available() -> str | None:
     """An experiment that runs everywhere."""
     return None
+
+
+def nothing(parameters: Cell, result: Cell) -> Cell:
+    """An experiment that concludes nothing beyond the ratios."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,8 @@ class Experiment:
             by them `--scale 0` chooses.
         arguments: adds flags of its own; none of them may be required.
         unavailable: why this machine cannot run it at all.
+        processes: that share the samples of a cell; 1 where a cell is one story that cannot be cut.
+        conclude: figures that follow from the arms and ratios of a whole cell, by its parameters and result.
     """
 
     name: str
@@ -83,6 +96,8 @@ class Experiment:
     flop: float = BLOCK_FLOP
     arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
     unavailable: Callable[[], str | None] = available
+    processes: int = PROCESSES
+    conclude: Callable[[Cell, Cell], Cell] = nothing
 
 
 def load(name: str) -> Experiment:
@@ -106,3 +121,8 @@ def counts(experiment: Experiment, quick: bool, samples: int | None, *, scaled: 
     elif samples is None:
         samples = min(usual, max(SMALL_SAMPLES, usual * 2 // 5)) if scaled else usual
     return samples, min(warm_ups, max(1, round(samples * warm_ups / usual)))
+
+
+def processes(experiment: Experiment, quick: bool, samples: int) -> int:
+    """How many processes share so many samples of a cell; a quick run starts one only."""
+    return 1 if quick else max(1, min(experiment.processes, samples // LEAST_EACH))

@@ -433,4 +433,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     memory=memory,
     arguments=arguments,
+    processes=1,
 )

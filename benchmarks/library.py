@@ -67,26 +67,36 @@ def split_arms(call: Callable[[], Any], table: str | None, **settings: Any) -> d
 
 
 def calibrated(
-    model: nn.Module, rows: Sequence[int], seconds: float, cpu_dtype: str = "auto"
+    model: nn.Module,
+    rows: Sequence[int],
+    seconds: float,
+    cpu_dtype: str = "auto",
+    shared: str | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """Measure a model's sites into a table of its own.
+    """Measure a model's sites into a table of its own, or take the one that an earlier process measured.
 
     Args:
         model: of MLX-LM.
         rows: of the calls, each at least 16.
         seconds: in all.
         cpu_dtype: the setting of that name.
+        shared: folder for the table; None makes one that is gone with this process.
 
     Returns:
-        The table's path, which is gone with this process, and by site its ratio, gain and CPU type.
+        The table's path, and by site its ratio, gain and CPU type: nothing where it was measured before.
     """
+    path = str(Path(shared or _own_folder()) / "calibrated.json")
+    table = open_table(path)
+    if len(table):
+        return path, {}
+    outcomes = calibrate.calibrate(model, rows=rows, budget=seconds, table=table, cpu_dtype=cpu_dtype)
+    return path, {outcome.site.key(): _found(outcome) for outcome in outcomes}
+
+
+def _own_folder() -> str:
     folder = tempfile.TemporaryDirectory()
     _kept.append(folder)
-    path = str(Path(folder.name) / "ratios.json")
-    outcomes = calibrate.calibrate(
-        model, rows=rows, budget=seconds, table=open_table(path), cpu_dtype=cpu_dtype
-    )
-    return path, {outcome.site.key(): _found(outcome) for outcome in outcomes}
+    return folder.name
 
 
 _kept: list[tempfile.TemporaryDirectory[str]] = []

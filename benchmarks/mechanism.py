@@ -205,12 +205,23 @@ def ffn(p: Problem) -> dict[str, Callable[[], mx.array]]:
 # --- figures
 
 
-def figures(cell: Cell, times: dict[str, float], p: Problem) -> dict[str, Any]:
-    """Overlap of every split arm, and rates of both units in rows a second, alone and together."""
-    cpu_alone, current_alone = times[CPU_PART], times[CURRENT_PART]
+def conclude(cell: Cell, result: Cell) -> Cell:
+    """Overlap of both parts, and of every split arm."""
+    times = {name: arm["median"] for name, arm in result["arms"].items() if arm["median"] is not None}
+    if not {CPU_PART, CURRENT_PART} <= times.keys():
+        return {}
+    whole = {"stock", f"stock {arms.AGAIN}", WHOLE, CPU_PART, CURRENT_PART}
     overlaps = {
-        name: overlap(cpu_alone, current_alone, times[name]) for name in [BOTH, *splits(p)] if name in times
+        name: overlap(times[CPU_PART], times[CURRENT_PART], seconds)
+        for name, seconds in times.items()
+        if name not in whole
     }
+    return {"overlap": overlaps.get("eager boundary"), "overlaps": overlaps}
+
+
+def figures(cell: Cell, times: dict[str, float], p: Problem) -> dict[str, Any]:
+    """Rates of both units in rows a second, alone and together."""
+    cpu_alone, current_alone = times[CPU_PART], times[CURRENT_PART]
     cpu_rows, rest = cell["cpu_rows"], cell["rows"] - cell["cpu_rows"]
     alone = (cpu_rows / cpu_alone, rest / current_alone)
     cpu, current = contended(cpu_rows, rest, *ends(p), *alone)
@@ -218,8 +229,6 @@ def figures(cell: Cell, times: dict[str, float], p: Problem) -> dict[str, Any]:
     return {
         "pair": told,
         "pair model": sentence(told),
-        "overlap": overlaps["eager boundary"],
-        "overlaps": overlaps,
         "cpu_rows_per_second": {"alone": alone[0], "together": cpu},
         "current_rows_per_second": {"alone": alone[1], "together": current},
         "ratio_of_rates_alone": composed_ratio(*alone),
@@ -322,4 +331,5 @@ EXPERIMENT = Experiment(
     flop=2.0 * ROWS * INPUTS * OUTPUTS,
     arguments=add_arguments,
     unavailable=available,
+    conclude=conclude,
 )

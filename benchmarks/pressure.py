@@ -254,4 +254,5 @@ EXPERIMENT = Experiment(
     memory=memory,
     samples=(20, 2),
     arguments=arguments,
+    processes=1,
 )

@@ -52,6 +52,7 @@ class Cell:
     errors: dict[str, float] = field(default_factory=dict)
     figures: dict[str, Any] = field(default_factory=dict)
     trace: list[dict[str, Any]] = field(default_factory=list)
+    processes: int = 1
 
     @property
     def done(self) -> bool:
@@ -92,6 +93,11 @@ class Run:
     @property
     def quick(self) -> bool:
         return self.options.get("quick") is True
+
+    @property
+    def processes(self) -> int:
+        """That were to share the samples of each cell."""
+        return int(number(self.options.get("processes")) or 1)
 
     @property
     def missing(self) -> list[str]:
@@ -208,6 +214,7 @@ def _cell(data: dict[str, Any]) -> Cell:
         errors={name: value for name, value in errors.items() if value is not None},
         figures=as_dict(data.get("figures")),
         trace=[entry for entry in trace if isinstance(entry, dict)] if isinstance(trace, list) else [],
+        processes=len(shared) if isinstance(shared := data.get("processes"), list) and shared else 1,
     )
 
 

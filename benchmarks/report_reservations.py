@@ -54,6 +54,7 @@ def reservations(results: Results) -> Section:
     blocks: list[Block] = []
     for title, lines in (
         ("Missing: the run was ended before these cells", _missing(results.runs)),
+        ("Cut short: fewer processes than planned stand behind these cells", _short(results.runs)),
         ("Failed", _failed(results.runs)),
         ("Forced: measured although it would have been refused", _forced(results.runs)),
         ("Said by the run", _said(results.runs)),
@@ -86,6 +87,14 @@ def _missing(runs: Sequence[Run]) -> Iterator[str]:
             yield f"{run.file}: {', '.join(map(say.clean, run.missing))}"
         elif run.end is None:
             yield f"{run.file}: no cell, but the run did not come to its end"
+
+
+def _short(runs: Sequence[Run]) -> Iterator[str]:
+    for run in runs:
+        short = [cell for cell in run.cells if cell.done and cell.processes < run.processes]
+        if short:
+            told = ", ".join(f"{say.clean(cell.name)} ({cell.processes})" for cell in short)
+            yield f"{run.file}: of {run.processes} processes: {told}"
 
 
 def _failed(runs: Sequence[Run]) -> Iterator[str]:

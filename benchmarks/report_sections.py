@@ -268,7 +268,8 @@ def protocol(results: Results, paper: Paper) -> Section:
     """The fairness protocol's figures."""
     about = Paragraph(
         "Arms of one precision, in turns A B B A in one run, one process at a time; every arm's output is "
-        "compared with the baseline's before it is timed. A run is refused on battery, in low-power mode or "
-        "short of memory."
+        "compared with the baseline's before it is timed. Where several processes share a cell's samples, "
+        "the interval is drawn from whole processes first and then from the pairs of each. A run is refused "
+        "on battery, in low-power mode or short of memory."
     )
     return Section("The protocol", "Section 5.1", [about, paper_table(paper.of("protocol"), results, paper)])

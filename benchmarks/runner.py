@@ -1,7 +1,8 @@
-"""Runs the cells of an experiment, each in a fresh process, and keeps what is done in one JSON.
+"""Runs the cells of an experiment, each in fresh processes, and keeps what is done in one JSON.
 
-The file is whole at every moment: it is replaced after each cell, so that a run which is killed loses only
-the cell that was under way.
+Where several processes share a cell's samples, every cell has had its first before one gets its second. The
+file is whole at every moment: it is replaced after each process, so that a run which is killed loses only
+what was under way.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from benchmarks import processes
 from benchmarks.experiment import NAMES, Cell, Experiment, Options
 from fusionml import machine, pressure
 from fusionml.session import BUSY
@@ -45,7 +47,7 @@ class Run:
     """What is to be run, and where its file goes.
 
     `command` is what the user typed; `notes` are the first of the file's warnings; `cool_down` is the rest in
-    seconds between two cells.
+    seconds for each cell, shared by its processes.
     """
 
     experiment: Experiment
@@ -64,7 +66,7 @@ def run(job: Run, progress: Progress = lambda what, done, planned: None) -> tupl
 
     Args:
         job: see `Run`.
-        progress: told (cell, cells done, cells planned) before each.
+        progress: told (cell, processes done, processes planned) before each.
 
     Returns:
         The file, and what it holds.
@@ -72,23 +74,25 @@ def run(job: Run, progress: Progress = lambda what, done, planned: None) -> tupl
     Raises:
         RefusedError: the machine cannot run it now, and `force` was not given. No file is made.
     """
-    cells = job.experiment.cells(job.options)
-    needed = {name: job.experiment.memory(parameters) for name, parameters in cells.items()}
-    reasons = refusals(min(needed.values()))
+    made = job.experiment.cells(job.options)
+    cells = [_Taken(name, given, job.experiment.memory(given)) for name, given in made.items()]
+    reasons = refusals(min(cell.needed for cell in cells))
     if reasons and not job.options.force:
         raise RefusedError("; ".join(reasons))
-    document = _begin(job, list(cells), reasons)
+    document = _begin(job, list(made), reasons)
     file = _new_file(job.results, document)
-    for number, (name, parameters) in enumerate(cells.items()):
-        progress(name, number, len(cells))
-        if number:
-            time.sleep(job.cool_down)
-        cell = _run_cell(job, name, parameters, needed[name], document)
-        _keep(cell.pop("transcripts", []), file)
-        document["warnings"] += _disturbed(cell)
-        document["cells"].append(cell)
-        write(file, document)
-    progress("done", len(cells), len(cells))
+    rest = job.cool_down / job.options.processes  # each does that part of a cell's work
+    turns = [(part, cell) for part in processes.shares(job.options) for cell in cells]
+    with tempfile.TemporaryDirectory() as scratch:
+        for number, (part, cell) in enumerate(turns):
+            progress(cell.name, number, len(turns))
+            if cell.failure is not None:
+                continue
+            time.sleep(rest if number else 0)
+            folder = Path(scratch) / str(cells.index(cell))
+            folder.mkdir(exist_ok=True)
+            _measure(job, cell, replace(part, shared=str(folder)), document, file)
+    progress("done", len(turns), len(turns))
     document["environment"]["end"] = machine.stamp()
     write(file, document)
     return file, document
@@ -110,7 +114,7 @@ def _begin(job: Run, planned: list[str], forced: list[str]) -> Document:
         "paper": experiment.paper,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m benchmarks", *job.command]),
-        "options": asdict(job.options),
+        "options": {name: value for name, value in asdict(job.options).items() if name != "shared"},
         "forced": forced,
         "environment": {"start": machine.stamp(), "end": None},
         "planned": planned,
@@ -119,53 +123,108 @@ def _begin(job: Run, planned: list[str], forced: list[str]) -> Document:
     }
 
 
-def _run_cell(job: Run, name: str, parameters: Cell, needed: int, document: Document) -> Cell:
-    """One cell, as the document keeps it."""
+# --- one cell
+
+
+@dataclass(eq=False)
+class _Taken:
+    """A cell with what its processes answered so far; after a `failure` no further one is started."""
+
+    name: str
+    parameters: Cell
+    needed: int
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failure(self) -> str | None:
+        return self.answers[-1]["error"] if self.answers else None
+
+    @property
+    def results(self) -> list[Cell]:
+        return [answer["result"] for answer in self.answers if answer["result"] is not None]
+
+
+def _measure(job: Run, cell: _Taken, options: Options, document: Document, file: Path) -> None:
+    """The next process of a cell, and what it brought into the document and its file."""
+    answer = _answer(job, cell, options, document)
+    cell.answers.append(answer)
+    _keep((answer["result"] or {}).pop("transcripts", []), file)
+    document["warnings"] += _disturbed(cell.name, answer["environment"])
+    if answer["error"] is not None and cell.results:
+        which = f"process {len(cell.answers)} of {job.options.processes}"
+        document["warnings"].append(f"{cell.name}: {which}: {answer['error']}")
+    told = _told(job, cell)
+    names = [there["name"] for there in document["cells"]]
+    if cell.name in names:
+        document["cells"][names.index(cell.name)] = told
+    else:
+        document["cells"].append(told)
+    write(file, document)
+
+
+def _answer(job: Run, cell: _Taken, options: Options, document: Document) -> dict[str, Any]:
+    """`result`, `error`, `seconds` and `environment` of one process."""
     before, started = machine.conditions(), time.perf_counter()
-    refused = refusals(needed)
+    refused = refusals(cell.needed)
     if refused and job.options.force:
         document["forced"] += [reason for reason in refused if reason not in document["forced"]]
     if refused and not job.options.force:
         answer: dict[str, Any] = {"result": None, "error": f"refused: {'; '.join(refused)}"}
     else:
-        answer = _in_a_process(job, parameters)
-    result = answer["result"]
+        answer = _in_a_process(job, cell.parameters, options)
     return {
-        "name": name,
-        "parameters": parameters,
-        "status": "failed" if result is None else "done",
+        "result": answer["result"],
         "error": answer["error"],
         "seconds": time.perf_counter() - started,
-        "environment": {
-            "start": before,
-            "end": machine.conditions(),
-            "others": answer.get("others"),
-        },
-        **({} if result is None else {**EMPTY, **result}),
+        "environment": {"start": before, "end": machine.conditions(), "others": answer.get("others")},
     }
 
 
-def _disturbed(cell: Cell) -> list[str]:
+def _told(job: Run, cell: _Taken) -> Cell:
+    """The cell as the document keeps it: done as soon as one process was."""
+    stamps, results = [answer["environment"] for answer in cell.answers], cell.results
+    others = [stamp["others"] for stamp in stamps if stamp["others"] is not None]
+    told: Cell = {
+        "name": cell.name,
+        "parameters": cell.parameters,
+        "status": "done" if results else "failed",
+        "error": None if results else cell.failure,
+        "seconds": sum(answer["seconds"] for answer in cell.answers),
+        "environment": {
+            "start": stamps[0]["start"],
+            "end": stamps[-1]["end"],
+            "others": max(others, default=None),
+        },
+    }
+    if not results:
+        return told
+    joined = {**EMPTY, **processes.join(job.experiment, cell.parameters, results)}
+    for part, answer in zip(joined.get("processes", []), cell.answers, strict=False):
+        part |= {"seconds": answer["seconds"], "environment": answer["environment"]}
+    return {**told, **joined}
+
+
+def _disturbed(name: str, environment: Cell) -> list[str]:
     """Warnings where the clock may have been throttled or other programs were in the way."""
-    found = {cell["environment"][moment]["thermal"] for moment in ("start", "end")}
-    hot, others = sorted(state for state in found if state not in COOL), cell["environment"]["others"]
-    warnings = [f"{cell['name']}: the thermal state was {' and '.join(hot)}"] if hot else []
+    found = {environment[moment]["thermal"] for moment in ("start", "end")}
+    hot, others = sorted(state for state in found if state not in COOL), environment["others"]
+    warnings = [f"{name}: the thermal state was {' and '.join(hot)}"] if hot else []
     if others is not None and others > BUSY:
-        warnings.append(f"{cell['name']}: other programs used {others:.0%} of the CPU")
+        warnings.append(f"{name}: other programs used {others:.0%} of the CPU")
     return warnings
 
 
 # --- one process
 
 
-def _in_a_process(job: Run, parameters: Cell) -> dict[str, Any]:
-    """`result` and `error` of one cell, whatever becomes of its process."""
+def _in_a_process(job: Run, parameters: Cell, options: Options) -> dict[str, Any]:
+    """`result` and `error` of one process, whatever becomes of it."""
     with tempfile.TemporaryDirectory() as scratch:
         answer = Path(scratch) / "answer.json"
         request = {
             "module": NAMES[job.experiment.name],
             "parameters": parameters,
-            "options": asdict(job.options),
+            "options": asdict(options),
             "answer": str(answer),
         }
         process = subprocess.Popen(
@@ -175,7 +234,7 @@ def _in_a_process(job: Run, parameters: Cell) -> dict[str, Any]:
             env=cell_environment(os.environ, scratch, parameters.get("environ", {})),
             text=True,
         )
-        limit = QUICK_CELL_SECONDS if job.options.quick else CELL_SECONDS
+        limit = QUICK_CELL_SECONDS if options.quick else CELL_SECONDS
         failure = _wait(process, json.dumps(request), limit)
         if failure is None and answer.exists():
             found: dict[str, Any] = json.loads(answer.read_text())

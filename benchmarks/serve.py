@@ -442,4 +442,5 @@ EXPERIMENT = Experiment(
     samples=(8, 1),
     flop=1.0,  # lengths, not widths, are what shrinks here
     arguments=arguments,
+    processes=1,
 )

@@ -122,4 +122,5 @@ EXPERIMENT = Experiment(
     memory=memory,
     flop=2.0 * ROWS * INPUTS * OUTPUTS,
     arguments=arguments,
+    processes=1,
 )

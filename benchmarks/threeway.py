@@ -148,5 +148,6 @@ EXPERIMENT = Experiment(
     memory=memory,
     flop=2.0 * SHAPES[0][0] * SHAPES[0][1] * SHAPES[0][2],
     arguments=arguments,
+    processes=1,
     unavailable=coreml.unavailable,
 )

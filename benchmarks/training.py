@@ -21,6 +21,7 @@ from mlx.utils import tree_flatten
 from benchmarks import arms, pair_model
 from benchmarks.experiment import Cell, Experiment, Options
 from benchmarks.geometries import GEOMETRIES, bytes_needed, stack
+from benchmarks.processes import groups
 from benchmarks.shares import add_ratio, share
 from benchmarks.split_gradients import split_training
 from fusionml.measure import paired_ratio, relative_error
@@ -120,7 +121,7 @@ def measure(parameters: Cell, options: Options) -> Cell:
     losses = {
         name: finite(f"{name}: the loss after training", made.loss()) for name, made in trainees.items()
     }
-    result["figures"] = {"ratio": ratio, "losses": losses, **_matched(result, dtype), **_expected(twin)}
+    result["figures"] = {"ratio": ratio, "losses": losses, **_expected(twin)}
     return result
 
 
@@ -155,17 +156,18 @@ def _number(array: mx.array) -> float:
     return float(np.array(array.astype(mx.float32)))
 
 
-def _matched(result: Cell, dtype: str) -> Cell:
+def conclude(parameters: Cell, result: Cell) -> Cell:
     """What a win over another precision really is: how much of it half precision has without a split."""
-    stock = result["arms"].get(f"stock {dtype}")
-    if stock is None:
+    twin = f"stock {parameters['dtype']}"
+    if twin not in result["arms"]:
         return {}
-    samples = result["arms"]["split"]["samples"]
+    stock, samples = (result["arms"][name]["samples"] for name in (twin, "split"))
+    matched = paired_ratio(stock, samples, groups=groups(result))
     return {
         "apparent speedup": result["ratios"]["split"]["value"],
-        "of it precision alone": result["ratios"][f"stock {dtype}"]["value"],
-        "precision-matched": asdict(paired_ratio(stock["samples"], samples)),
-        "precision-matched speedup": paired_ratio(stock["samples"], samples).value,
+        "of it precision alone": result["ratios"][twin]["value"],
+        "precision-matched": asdict(matched),
+        "precision-matched speedup": matched.value,
     }
 
 
@@ -182,4 +184,5 @@ EXPERIMENT = Experiment(
     measure=measure,
     memory=memory,
     arguments=add_ratio,
+    conclude=conclude,
 )

@@ -353,4 +353,5 @@ EXPERIMENT = Experiment(
     samples=(10, 3),
     flop=1.0,  # lengths, not widths, are what shrinks here
     arguments=arguments,
+    processes=1,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,14 @@ def run(
 ) -> tuple[Path, dict[str, Cell]]:
     """The result's file, which is as the schema wants it, and its cells by name; `only` some of them."""
 
-    def here(job: runner.Run, parameters: Cell) -> dict[str, Any]:
+    def here(job: runner.Run, parameters: Cell, options: Options) -> dict[str, Any]:
         result = json.loads(json.dumps(experiment.measure(parameters, given), allow_nan=False))
         return {"result": result, "error": None}
 
     chosen = experiment.cells(given)
     monkeypatch.setattr(runner, "_in_a_process", here)
     monkeypatch.setattr(runner, "refusals", lambda needed: [])
-    some = Experiment(
-        experiment.name,
-        experiment.title,
-        experiment.paper,
-        lambda _: {name: chosen[name] for name in only or chosen},
-        experiment.measure,
-        experiment.memory,
-    )
+    some = replace(experiment, cells=lambda _: {name: chosen[name] for name in only or chosen})
     file, _ = runner.run(runner.Run(some, given, [experiment.name], folder))
     document = schema.read(file)
     assert [cell["status"] for cell in document["cells"]] == ["done"] * len(document["cells"])

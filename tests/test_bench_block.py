@@ -13,6 +13,7 @@ import fusionml
 from benchmarks import block, depth, geometries, library, runner
 from benchmarks.experiment import Options
 from benchmarks.geometries import GEOMETRIES
+from benchmarks.processes import join
 from fusionml import split
 from fusionml.session import open_table
 
@@ -130,7 +131,7 @@ def test_the_arms_of_a_block_are_split_by_the_library(monkeypatch: Fixture) -> N
     assert len(open_table(table)) == sum(share["ratio"] is not None for share in shares.values())
     monkeypatch.setattr(library, "calibrated", lambda *_: (table, shares))
     monkeypatch.setattr(split, "run_linear", spy)
-    result = block.measure(cell, SMALL)
+    result = join(block.EXPERIMENT, cell, [block.measure(cell, SMALL)])
     json.dumps(result, allow_nan=False)
     assert list(result["arms"]) == ["stock", "fixed 0.30", "fixed 0.50", "calibrated", "stock again"]
     runs = 1 + 1 + 3  # verified, warmed up, timed

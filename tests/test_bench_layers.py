@@ -13,6 +13,7 @@ from checkpoints import small_checkpoint
 
 from benchmarks import arms, calibration, checkpoints, experts, linears, overhead, quantized
 from benchmarks.experiment import NAMES, Options, load
+from benchmarks.processes import join
 from fusionml import forwards, loading, split
 
 Fixture = pytest.MonkeyPatch
@@ -66,7 +67,7 @@ def test_the_calls_are_the_largest_that_stay_stock_and_one_row(monkeypatch: Fixt
     cells = overhead.cells(FEW)
     assert [cell.get("rows") for cell in cells.values()] == [1, 255, None]
     for cell in list(cells.values())[:2]:
-        result = overhead.measure({**cell, "calls": 3}, FEW)
+        result = join(overhead.EXPERIMENT, cell, [overhead.measure({**cell, "calls": 3}, FEW)])
         assert json.loads(json.dumps(result)) == result
         assert list(result["arms"]) == ["stock", "patched", "stock again"]
         assert result["aa"]["pairs"] == 3
@@ -162,7 +163,7 @@ def test_a_model_of_which_nothing_may_split_is_refused(tmp_path: Path) -> None:
 def test_the_chosen_share_is_held_against_the_grid(monkeypatch: Fixture, checkpoint: str) -> None:
     monkeypatch.setattr(calibration, "GRID_REPEATS", 1)
     cell = {"model": checkpoint, "shape": 0, "rows": 64, "step": 0.3}
-    result = calibration.measure(cell, FEW)
+    result = join(calibration.EXPERIMENT, cell, [calibration.measure(cell, FEW)])
     json.dumps(result, allow_nan=False)
     figures = result["figures"]
     assert list(figures["grid"]) == ["0.00", "0.30", "0.60", "0.90"]

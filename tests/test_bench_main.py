@@ -167,6 +167,18 @@ def test_counts(
     assert experiment.counts(made, quick, asked, scaled=scaled) == found
 
 
+@pytest.mark.parametrize(
+    ("most", "quick", "samples", "found"),
+    [
+        *((5, False, 50, 5), (5, False, 20, 5), (5, False, 10, 3), (5, False, 6, 2), (5, False, 2, 1)),
+        *((5, True, 50, 1), (1, False, 50, 1)),
+    ],
+)
+def test_samples_are_shared_by_processes(most: int, quick: bool, samples: int, found: int) -> None:
+    made = replace(toys.EXPERIMENT, processes=most)
+    assert experiment.processes(made, quick, samples) == found
+
+
 def test_fewer_samples_than_the_papers_are_said(monkeypatch: Fixture) -> None:
     monkeypatch.setattr(scale, "gflops", lambda: 6.0)
     usual = replace(toys.EXPERIMENT, samples=(50, 10))
@@ -195,7 +207,7 @@ def test_the_rate_is_measured_and_said(monkeypatch: Fixture) -> None:
     monkeypatch.setattr(scale, "gflops", lambda: 6.0)
     args = command.parse(toys.EXPERIMENT, [])
     made, notes = command.options(toys.EXPERIMENT, args)
-    assert made == Options(scale=16, samples=4, warm_ups=1, extra={"kinds": ["fine"]})
+    assert made == Options(scale=16, samples=4, warm_ups=1, processes=1, extra={"kinds": ["fine"]})
     assert notes == ["the paper's sizes divided by 16: its slower unit computes 6.0 GFLOP/s"]
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from benchmarks import mechanism
 from benchmarks.experiment import Options
+from benchmarks.processes import join
 from fusionml import split
 
 Fixture = pytest.MonkeyPatch
@@ -50,7 +51,7 @@ def test_a_share_that_is_not_allowed_is_refused() -> None:
 @pytest.mark.parametrize("name", ["product, CPU share 0.50", "one operation a buffer, CPU share 0.35"])
 def test_every_arm_of_a_product(name: str) -> None:
     cell = CELLS[name]
-    result = mechanism.measure(cell, SMALL)
+    result = join(mechanism.EXPERIMENT, cell, [mechanism.measure(cell, SMALL)])
     json.dumps(result, allow_nan=False)
     parts = (mechanism.WHOLE, mechanism.CPU_PART, mechanism.CURRENT_PART, mechanism.BOTH)
     assert list(result["arms"]) == ["stock", *parts, *SPLITS, "stock again"]

@@ -122,6 +122,62 @@ def test_a_run_that_is_killed_leaves_the_cells_that_were_done(tmp_path: Path, ho
     assert document["environment"]["end"] is None
 
 
+# --- several processes
+
+
+def several(folder: Path, *kinds: str, **extra: Any) -> runner.Run:
+    options = Options(samples=5, warm_ups=1, processes=2, extra={"kinds": list(kinds), **extra})
+    return runner.Run(toys.EXPERIMENT, options, ["overhead"], folder)
+
+
+def test_every_cell_has_its_first_process_before_one_has_its_second(tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    job = several(tmp_path, "fine", "folder", "error")
+    file, document = runner.run(job, lambda *now: told.append(now))
+    assert [name for name, _, _ in told] == ["fine", "folder", "error"] * 2 + ["done"]
+    assert {planned for _, _, planned in told} == {6}
+    assert schema.problems(json.loads(file.read_text())) == []
+    fine, folder, error = document["cells"]
+    assert [len(arm["samples"]) for arm in fine["arms"].values()] == [5, 5, 5]
+    assert [part["samples"] for part in fine["processes"]] == [3, 2]
+    assert fine["seconds"] == sum(part["seconds"] for part in fine["processes"])
+    assert fine["environment"]["start"] == fine["processes"][0]["environment"]["start"]
+    assert fine["environment"]["end"] == fine["processes"][1]["environment"]["end"]
+    assert fine["figures"]["concluded"] == 5
+    assert (error["status"], "processes" in error) == ("failed", False)
+    # One folder for a cell's processes, and a ratio table for each.
+    first, second = (part["figures"] for part in folder["processes"])
+    assert (first["found"], second["found"]) == ([], ["left"])
+    assert first["table"] != second["table"]
+
+
+def test_a_process_that_fails_leaves_what_others_measured(tmp_path: Path) -> None:
+    _, document = runner.run(several(tmp_path, "once", "fine"))
+    once, fine = document["cells"]
+    assert (once["status"], once["error"]) == ("done", None)
+    assert len(once["arms"]["stock"]["samples"]) == 3
+    assert "processes" not in once
+    assert document["warnings"] == ["once: process 2 of 2: its process was ended by SIGSEGV"]
+    assert len(fine["processes"]) == 2
+    assert schema.problems(document) == []
+
+
+def test_a_run_killed_between_two_processes_keeps_the_first(tmp_path: Path) -> None:
+    class Killed(BaseException):
+        pass
+
+    def progress(what: str, done: int, planned: int) -> None:
+        if done == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        runner.run(several(tmp_path, "fine", "folder"), progress)
+    (file,) = tmp_path.glob("*/*.json")
+    fine, folder = schema.read(file)["cells"]
+    assert len(fine["processes"]) == 2
+    assert "processes" not in folder
+
+
 def _until(done: Any) -> None:
     end = time.monotonic() + 60
     while not done():

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 
 from benchmarks import split_gradients, training
-from benchmarks.experiment import Options
+from benchmarks.experiment import Cell, Options
+from benchmarks.processes import join
 from fusionml import split
 
 SMALL = {"scale": 32, "hidden": 128, "intermediate": 448, "rows": 96, "ratio": 0.4}
@@ -133,8 +134,13 @@ def test_steps_train_and_both_arms_go_the_same_way() -> None:
     assert ours.loss() == pytest.approx(stock.loss(), rel=1e-3)
 
 
+def measured(dtype: str, against: str) -> Cell:
+    parameters = {**SMALL, "dtype": dtype, "against": against}
+    return join(training.EXPERIMENT, parameters, [training.measure(parameters, OPTIONS)])
+
+
 def test_a_cell_has_samples_and_verified_gradients() -> None:
-    cell = training.measure({**SMALL, "dtype": "float32", "against": "float32"}, OPTIONS)
+    cell = measured("float32", "float32")
     assert json.loads(json.dumps(cell, allow_nan=False)) == cell
     assert {name: len(arm["samples"]) for name, arm in cell["arms"].items()} == {
         "stock": 2,
@@ -148,7 +154,7 @@ def test_a_cell_has_samples_and_verified_gradients() -> None:
 
 
 def test_mixed_precision_is_told_apart_from_the_split() -> None:
-    cell = training.measure({**SMALL, "dtype": "bfloat16", "against": "float32"}, OPTIONS)
+    cell = measured("bfloat16", "float32")
     assert list(cell["arms"]) == ["stock", "split", "stock bfloat16", "stock again"]
     figures = cell["figures"]
     assert figures["apparent speedup"] == cell["ratios"]["split"]["value"]

@@ -114,6 +114,51 @@ def test_the_interval_covers_what_it_says(pairs, least, most):
     assert least <= covered <= most
 
 
+def of_processes(seed, differ, each, processes=5, noise=0.13):
+    """Pairs' ratios around 1: those of one process share an offset of their own."""
+    random = np.random.default_rng(seed)
+    offsets = np.repeat(random.normal(0, differ, processes), each)
+    return np.exp(offsets + random.normal(0, noise, processes * each))
+
+
+def grouped(ratios, groups):
+    return paired_ratio(ratios, np.ones(len(ratios)), groups=groups, resamples=1000)
+
+
+@pytest.mark.parametrize("differ", [0.0, 0.1, 0.2])
+@pytest.mark.parametrize("each", [2, 4, 10])
+def test_the_interval_of_several_processes_covers_the_truth(differ, each):
+    found = [grouped(of_processes(seed, differ, each), [each] * 5) for seed in range(200)]
+    assert sum(ratio.low <= 1 <= ratio.high for ratio in found) >= 190
+    first, second = found[::2], found[1::2]
+    apart = sum(a.low > b.high or b.low > a.high for a, b in zip(first, second, strict=True))
+    assert apart <= 2, "two runs of 100 whose intervals do not overlap"
+
+
+def test_pairs_of_a_process_are_not_taken_for_independent():
+    """The same pairs, told whose they are, say less."""
+    ratios = of_processes(3, 0.15, 10)
+    whole, one = grouped(ratios, [10] * 5), grouped(ratios, None)
+    assert one == grouped(ratios, [50])
+    assert whole.value == one.value
+    assert whole.low < one.low < one.high < whole.high
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6).filter(any), st.integers(0, 9))
+def test_the_interval_of_groups_of_any_size_lies_within_the_pairs(groups, seed):
+    ratios = np.random.default_rng(seed).lognormal(0, 0.2, sum(groups))
+    found = grouped(ratios, groups)
+    if len(ratios) > 1:
+        assert found.smallest <= found.low <= found.high <= found.largest
+    assert found.value == pytest.approx(np.median(ratios))
+
+
+@pytest.mark.parametrize("groups", [[], [3], [2, 3], [5, -1], [4, 1, -1]])
+def test_groups_must_add_up(groups):
+    with pytest.raises(ValueError, match="groups must add up to 4 pairs"):
+        paired_ratio([1.0] * 4, [1.0] * 4, groups=groups)
+
+
 def test_a_real_difference_is_found():
     ratio = paired_ratio(1.3 * lognormal(1, 20), lognormal(2, 20))
     assert 1.0 < ratio.low < 1.3 < ratio.high

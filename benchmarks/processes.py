@@ -1,0 +1,86 @@
+"""One result of a cell from those of its processes.
+
+Where a process lies in memory, which cores the system gives it and what else the machine does just then stay
+much the same for as long as it runs: samples of one process resemble each other, and say little about the
+next one. So the samples of a cell come from several, at different moments of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from benchmarks import arms
+from benchmarks.experiment import Cell, Experiment, Options
+
+NOT_TIMED = "not timed: "
+
+
+def shares(options: Options) -> list[Options]:
+    """What each process of a cell is asked for: its part of the samples and, rounded up, of the warm-ups."""
+    count = options.processes
+    whole, more = divmod(options.samples, count)
+    warm_ups = -(-options.warm_ups // count)
+    return [
+        replace(options, samples=whole + (number < more), warm_ups=warm_ups, processes=1)
+        for number in range(count)
+    ]
+
+
+def join(chosen: Experiment, parameters: Cell, results: Sequence[Cell]) -> Cell:
+    """The result of a cell, with `processes` where there were several.
+
+    Samples follow one another by process; an error or a peak is the largest of any; an arm that one of them
+    did not time has no samples. Figures and trace are the first process's, but for what the experiment
+    concludes from all samples.
+
+    Args:
+        chosen: the experiment.
+        parameters: the cell's.
+        results: what `measure` returned in each process, at least one.
+    """
+    first = results[0]
+    joined = dict(first) if len(results) == 1 else {**first, **_joined(results)}
+    concluded = chosen.conclude(parameters, joined) if joined.get("arms") else {}
+    return {**joined, "figures": {**concluded, **first.get("figures", {})}}
+
+
+def groups(result: Mapping[str, Any]) -> list[int] | None:
+    """Samples of an arm by process, for `paired_ratio`; None where there was one process only."""
+    return [each["samples"] for each in result["processes"]] if "processes" in result else None
+
+
+def _joined(results: Sequence[Cell]) -> Cell:
+    first, baseline = results[0], results[0].get("baseline")
+    told = [{"samples": _count(each), "figures": each.get("figures", {})} for each in results]
+    if not first.get("arms"):
+        return {"processes": told}
+    names = list(dict.fromkeys(name for each in results for name in each["arms"]))
+    errors = {name: _largest(each["errors"].get(name) for each in results) for name in first["errors"]}
+    joined = arms.summarise(
+        {name: _samples(results, name) for name in names},
+        baseline,
+        errors,
+        groups=[each["samples"] for each in told],
+    )
+    for name, arm in joined["arms"].items():
+        found = [each["arms"][name] for each in results if name in each["arms"]]
+        arm["peak_bytes"] = _largest(each.get("peak_bytes") for each in found)
+        arm["warnings"] += dict.fromkeys(
+            warning for each in found for warning in each["warnings"] if warning.startswith(NOT_TIMED)
+        )
+    return {**joined, "processes": told}
+
+
+def _count(result: Cell) -> int:
+    return len(result["arms"][result["baseline"]]["samples"]) if result.get("arms") else 0
+
+
+def _samples(results: Sequence[Cell], name: str) -> list[float]:
+    taken = [each["arms"].get(name, {}).get("samples", []) for each in results]
+    return [seconds for samples in taken for seconds in samples] if all(taken) else []
+
+
+def _largest(values: Iterable[Any]) -> Any:
+    return max((value for value in values if value is not None), default=None)
