@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,6 +20,7 @@ import mlx.nn as nn
 from benchmarks import arms, library, pair_model
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
+from benchmarks.processes import groups
 from fusionml import machine, split
 from fusionml.calibrate import TOLERANCE
 from fusionml.measure import overlap
@@ -206,17 +207,18 @@ def ffn(p: Problem) -> dict[str, Callable[[], mx.array]]:
 
 
 def conclude(cell: Cell, result: Cell) -> Cell:
-    """Overlap of both parts, and of every split arm."""
-    times = {name: arm["median"] for name, arm in result["arms"].items() if arm["median"] is not None}
-    if not {CPU_PART, CURRENT_PART} <= times.keys():
+    """Overlap of both parts and of every split arm with its interval, round by round."""
+    samples = {name: arm["samples"] for name, arm in result["arms"].items()}
+    if not (samples.get(CPU_PART) and samples.get(CURRENT_PART)):
         return {}
+    alone = samples[CPU_PART], samples[CURRENT_PART]
     whole = {"stock", f"stock {arms.AGAIN}", WHOLE, CPU_PART, CURRENT_PART}
     overlaps = {
-        name: overlap(times[CPU_PART], times[CURRENT_PART], seconds)
-        for name, seconds in times.items()
-        if name not in whole
+        name: asdict(overlap(*alone, together, groups=groups(result)))
+        for name, together in samples.items()
+        if together and name not in whole
     }
-    return {"overlap": overlaps.get("eager boundary"), "overlaps": overlaps}
+    return {"overlap": overlaps.get("eager boundary", {}).get("value"), "overlaps": overlaps}
 
 
 def figures(cell: Cell, times: dict[str, float], p: Problem) -> dict[str, Any]:

@@ -86,13 +86,23 @@ def paired_ratio(
     return Ratio(float(np.median(ratios)), low, high, smallest, largest, pairs=len(ratios))
 
 
-def overlap(cpu_alone: float, current_alone: float, together: float) -> float:
-    """How much of the two units' work ran at once: (CPU alone + current alone) / together.
+def overlap(
+    cpu_alone: Sequence[float],
+    current_alone: Sequence[float],
+    together: Sequence[float],
+    *,
+    groups: Sequence[int] | None = None,
+) -> Ratio:
+    """How much of the two units' work ran at once: (CPU alone + current alone) / together, round by round.
 
-    2.0 is perfect for two equal parts, 1.0 is one after the other; it means the same on every machine.
+    2.0 is perfect for two equal parts, 1.0 is one after the other; it means the same on every machine. The
+    interval and `groups` are those of `paired_ratio`, and so are the errors.
     """
-    cpu, current = _time("cpu_alone", cpu_alone), _time("current_alone", current_alone)
-    return (cpu + current) / _time("together", together)
+    cpu, current = _times("cpu_alone", cpu_alone), _times("current_alone", current_alone)
+    whole = _times("together", together)
+    if not len(cpu) == len(current) == len(whole):
+        raise ValueError(f"three times a round, not {len(cpu)}, {len(current)} and {len(whole)}")
+    return paired_ratio((cpu + current).tolist(), whole.tolist(), groups=groups)
 
 
 def spread(samples: Sequence[float]) -> float | None:
@@ -203,12 +213,6 @@ def _times(name: str, values: Sequence[float]) -> NDArray[np.float64]:
     if len(wrong):
         raise ValueError(f"{name} must be positive, finite times; it holds {float(wrong[0])!r}")
     return times
-
-
-def _time(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"{name} must be a positive, finite time, not {value!r}")
-    return float(value)
 
 
 def _reals(name: str, values: ArrayLike) -> NDArray[np.float64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -58,9 +59,15 @@ def test_every_arm_of_a_product(name: str) -> None:
     assert all(result["errors"][arm] <= 1e-6 for arm in (mechanism.WHOLE, *SPLITS))
     assert all(result["errors"][arm] is None for arm in parts[1:])
     figures, times = result["figures"], {arm: found["median"] for arm, found in result["arms"].items()}
-    alone = times[mechanism.CPU_PART] + times[mechanism.CURRENT_PART]
-    assert figures["overlap"] == figures["overlaps"]["eager boundary"]
-    assert figures["overlap"] == pytest.approx(alone / times["eager boundary"])
+    told = figures["overlaps"]["eager boundary"]
+    assert figures["overlap"] == told["value"]
+    assert list(figures["overlaps"]) == [mechanism.BOTH, *SPLITS]
+    arms = (mechanism.CPU_PART, mechanism.CURRENT_PART, "eager boundary")
+    turns = zip(*(result["arms"][arm]["samples"] for arm in arms), strict=True)
+    rounds = [(cpu + current) / together for cpu, current, together in turns]
+    assert told["value"] == pytest.approx(median(rounds))
+    assert (told["smallest"], told["largest"]) == pytest.approx((min(rounds), max(rounds)))
+    assert told["low"] <= told["value"] <= told["high"]
     cpu = figures["cpu_rows_per_second"]["alone"]
     assert cpu == pytest.approx(cell["cpu_rows"] / times[mechanism.CPU_PART])
     assert 0 < figures["ratio_of_rates_alone"] < 1

@@ -192,16 +192,28 @@ def test_paired_ratio_refuses_resamples(resamples):
 
 
 def test_overlap_by_hand():
-    assert overlap(5.12, 2.97, 6.02) == pytest.approx(1.3439, abs=1e-4)
-    assert overlap(1, 1, 1) == 2.0
+    assert overlap([5.12], [2.97], [6.02]).value == pytest.approx(1.3439, abs=1e-4)
+    assert overlap([1], [1], [1]).value == 2.0
+    found = overlap([1.0, 2.0, 2.0], [1.0, 2.0, 2.0], [1.0, 4.0, 2.5])
+    assert (found.value, found.smallest, found.largest, found.pairs) == (1.6, 1.0, 2.0, 3)
 
 
-@pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, True, "1", None])
+def test_overlap_is_drawn_by_process():
+    one, two = [1.0] * 8, [1.0] * 4 + [2.0] * 4
+    apart = overlap(one, one, two)
+    assert apart == overlap(one, one, two, groups=[8])
+    assert overlap(one, one, two, groups=[4, 4]) == paired_ratio([2.0] * 8, two, groups=[4, 4])
+
+
+@pytest.mark.parametrize("bad", [0, -1.0, math.nan, math.inf, "1", None])
 @pytest.mark.parametrize("place", range(3))
 def test_overlap_refuses(bad, place):
-    values = [1.0, 1.0, 1.0]
-    values[place] = bad
+    values = [[1.0], [1.0], [1.0]]
+    values[place] = [bad]
     with pytest.raises(ValueError, match=("cpu_alone", "current_alone", "together")[place]):
+        overlap(*values)
+    values[place] = [1.0, 1.0]
+    with pytest.raises(ValueError, match="three times a round"):
         overlap(*values)
 
 
