@@ -27,7 +27,7 @@ from fusionml.measure import order, paired_ratio, relative_error
 from fusionml.patching import patched, status
 from fusionml.session import bucket_of, open_table
 
-STOCK, AGAIN = "stock", f"stock {arms.AGAIN}"
+STOCK, AGAIN, GATED = "stock", f"stock {arms.AGAIN}", "calibrated, a new gate"
 RATIO = 0.30
 """The paper's: fixed and untuned, for every layer."""
 CHUNK = 2048
@@ -106,7 +106,8 @@ def memory(parameters: Cell) -> int:
 def settings(backend: str, least: int, table: Path | None) -> Settled:
     """What each arm runs under.
 
-    Where the GPU stands alone the fixed share is left out: every call of it would copy the model.
+    Where the GPU stands alone the fixed share is left out: every call of it would copy the model. Only one
+    arm has a gate, and a new one at every prompt, because arms that take turns take their settings along.
 
     Args:
         backend: metal, cuda or cpu.
@@ -119,7 +120,9 @@ def settings(backend: str, least: int, table: Path | None) -> Settled:
     if backend != "metal":
         found["default"] = {"gate": "off"}
     if table is not None:
-        found["calibrated"] = {"table": str(table)}
+        found["calibrated"] = {"table": str(table), "gate": "off"}
+    if table is not None and backend != "cuda":
+        found[GATED] = {"table": str(table)}
     found[AGAIN] = {"enabled": False}
     return {name: {"enabled": True, "min_rows": least, **given} for name, given in found.items()}
 

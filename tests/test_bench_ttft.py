@@ -91,10 +91,11 @@ def test_what_is_stock_and_what_is_split(monkeypatch: Fixture, flags: list[str],
     # Two of three blocks are read by a prompt: seven linear layers each, in every round.
     split_calls = {arm: calls[arm]["split"] for arm in ("fixed 0.30", "default", "calibrated")}
     assert set(split_calls.values()) == {(7 + 7) * ROUNDS}
-    assert list(cell["arms"]) == ["stock", "fixed 0.30", "default", "calibrated", "stock again"]
+    assert 0 < calls[ttft.GATED]["split"] <= (7 + 7) * ROUNDS
+    assert list(cell["arms"]) == ["stock", *split_calls, ttft.GATED, "stock again"]
     assert all(len(arm["samples"]) == ROUNDS for arm in cell["arms"].values())
     assert all(arm["peak_bytes"] > 0 for arm in cell["arms"].values())
-    assert set(cell["ratios"]) == set(cell["errors"]) == set(split_calls)
+    assert set(cell["ratios"]) == set(cell["errors"]) == {*split_calls, ttft.GATED}
     assert cell["aa"] is not None
     assert set(cell["figures"]["decode"]) == set(cell["arms"])
     assert cell["figures"]["decode"]["default"]["ratio"]["pairs"] == ROUNDS
@@ -238,8 +239,8 @@ def test_a_prompt_that_the_model_does_not_take_is_named(flags: list[str]) -> Non
 @pytest.mark.parametrize(
     ("backend", "arms"),
     [
-        ("metal", ["stock", "fixed 0.30", "calibrated", "stock again"]),
-        ("cpu", ["stock", "fixed 0.30", "default", "calibrated", "stock again"]),
+        ("metal", ["stock", "fixed 0.30", "calibrated", ttft.GATED, "stock again"]),
+        ("cpu", ["stock", "fixed 0.30", "default", "calibrated", ttft.GATED, "stock again"]),
         ("cuda", ["stock", "default", "calibrated", "stock again"]),
     ],
 )
@@ -247,7 +248,9 @@ def test_the_arms_of_each_backend(backend: str, arms: list[str]) -> None:
     found = ttft.settings(backend, 256, Path("table"))
     assert list(found) == arms
     assert [found[arm]["enabled"] for arm in arms] == [not arm.startswith("stock") for arm in arms]
-    assert list(ttft.settings(backend, 256, None)) == [arm for arm in arms if arm != "calibrated"]
+    gated = [arm for arm in arms if found[arm]["enabled"] and found[arm].get("gate") != "off"]
+    assert gated == [arm for arm in arms if arm == ttft.GATED]
+    assert list(ttft.settings(backend, 256, None)) == [arm for arm in arms if "calibrated" not in arm]
 
 
 @given(st.floats(1, 1e4), st.floats(1e-3, 1e4), st.integers(3, 60), st.integers(1, 10))
