@@ -15,7 +15,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks import experiment, runner, scale, table
-from benchmarks.experiment import Experiment, Options
+from benchmarks.experiment import Cell, Experiment, Options
 
 RESULTS = Path("results")
 COOL_DOWN = 3.0
@@ -87,17 +87,17 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="a tenth of the samples, small sizes: under a minute")
     add(
         "--scale",
-        type=_whole(0),
+        type=_at_least(0),
         default=0,
         help="divide the paper's sizes by this; 0 (default) measures the machine and chooses",
     )
-    add("--samples", type=_whole(1), default=None, help="samples of each arm (default: the paper's)")
+    add("--samples", type=_at_least(1), default=None, help="samples of each arm (default: the paper's)")
     add("--force", action="store_true", help="run on battery, in low-power mode or short of memory; says so")
     add("--results", type=Path, default=RESULTS, help="folder for the JSON (default: results)")
     add("--cool-down", type=float, default=None, help="seconds to rest for each cell (default: 3, quick: 0)")
 
 
-def _whole(least: int) -> Any:
+def _at_least(least: int) -> Any:
     def whole_number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
@@ -154,7 +154,12 @@ def _run(chosen: Experiment, args: argparse.Namespace, command: list[str]) -> in
             )
     print(table.render(document))
     print(file, flush=True)
-    return FAILED if any(cell["status"] == "failed" for cell in document["cells"]) else 0
+    return 0 if all(_whole(cell, made.processes) for cell in document["cells"]) else FAILED
+
+
+def _whole(cell: Cell, processes: int) -> bool:
+    """Whether none of the cell's processes failed."""
+    return cell["status"] == "done" and len(cell.get("processes", [cell])) == processes
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class Options:
     """How an experiment is to run; JSON-able, and handed to the process of every cell.
 
     `scale` divides the paper's sizes and is at least 1 when an experiment sees it. `samples` and `warm_ups`
-    are those of one arm in one cell, shared by so many `processes`; an experiment sees its process's part.
+    are those of one arm in one cell, measured by so many `processes`; an experiment sees its process's part.
     `extra` holds the experiment's own flags by name. `shared` is a folder of the cell, the same for each of
     its processes.
     """
@@ -82,7 +82,8 @@ class Experiment:
             by them `--scale 0` chooses.
         arguments: adds flags of its own; none of them may be required.
         unavailable: why this machine cannot run it at all.
-        processes: that share the samples of a cell; 1 where a cell is one story that cannot be cut.
+        processes: that share the samples of a cell.
+        whole: each of them takes all samples instead: a cell is a story that cannot be cut.
         conclude: figures that follow from the arms and ratios of a whole cell, by its parameters and result.
     """
 
@@ -97,6 +98,7 @@ class Experiment:
     arguments: Callable[[argparse.ArgumentParser], None] = no_arguments
     unavailable: Callable[[], str | None] = available
     processes: int = PROCESSES
+    whole: bool = False
     conclude: Callable[[Cell, Cell], Cell] = nothing
 
 
@@ -124,5 +126,7 @@ def counts(experiment: Experiment, quick: bool, samples: int | None, *, scaled: 
 
 
 def processes(experiment: Experiment, quick: bool, samples: int) -> int:
-    """How many processes share so many samples of a cell; a quick run starts one only."""
-    return 1 if quick else max(1, min(experiment.processes, samples // LEAST_EACH))
+    """How many processes measure a cell of so many samples; a quick run starts one only."""
+    if quick or experiment.whole:
+        return 1 if quick else experiment.processes
+    return max(1, min(experiment.processes, samples // LEAST_EACH))

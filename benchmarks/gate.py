@@ -433,5 +433,6 @@ EXPERIMENT = Experiment(
     measure=measure,
     memory=memory,
     arguments=arguments,
-    processes=1,
+    processes=3,
+    whole=True,
 )

@@ -17,9 +17,14 @@ from benchmarks.experiment import Cell, Experiment, Options
 NOT_TIMED = "not timed: "
 
 
-def shares(options: Options) -> list[Options]:
-    """What each process of a cell is asked for: its part of the samples and, rounded up, of the warm-ups."""
+def shares(options: Options, *, whole: bool) -> list[Options]:
+    """What each process of a cell is asked for: its part of the samples and, rounded up, of the warm-ups.
+
+    Where a cell is a `whole` it is asked for all of them.
+    """
     count = options.processes
+    if whole:
+        return [replace(options, processes=1)] * count
     whole, more = divmod(options.samples, count)
     warm_ups = -(-options.warm_ups // count)
     return [

@@ -82,7 +82,7 @@ def run(job: Run, progress: Progress = lambda what, done, planned: None) -> tupl
     document = _begin(job, list(made), reasons)
     file = _new_file(job.results, document)
     rest = job.cool_down / job.options.processes  # each does that part of a cell's work
-    turns = [(part, cell) for part in processes.shares(job.options) for cell in cells]
+    turns = [(part, cell) for part in processes.shares(job.options, whole=job.experiment.whole) for cell in cells]
     with tempfile.TemporaryDirectory() as scratch:
         for number, (part, cell) in enumerate(turns):
             progress(cell.name, number, len(turns))

@@ -70,6 +70,17 @@ def test_a_failed_cell_is_exit_1(tmp_path: Path, capsys: Capture) -> None:
     assert "error: failed: and the file" in capsys.readouterr().out
 
 
+def test_a_cell_whose_second_process_fails_is_exit_1_and_keeps_the_first(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    flags = ["--samples", "6", "--scale", "1", "--cool-down", "0", "--results", str(tmp_path)]
+    assert command.main(["overhead", *flags, "--kinds", "once"]) == 1
+    out = capsys.readouterr().out
+    assert "warning: once: process 2 of 2: its process was ended by SIGSEGV" in out
+    assert "x [" in out
+    assert command.main(["overhead", *flags, "--kinds", "fine"]) == 0
+
+
 def test_all_runs_what_can_run_and_says_of_the_others_why(tmp_path: Path, capsys: Capture) -> None:
     assert command.main(["all", "--quick", "--results", str(tmp_path)]) == 0
     out, err = capsys.readouterr()
@@ -177,6 +188,7 @@ def test_counts(
 def test_samples_are_shared_by_processes(most: int, quick: bool, samples: int, found: int) -> None:
     made = replace(toys.EXPERIMENT, processes=most)
     assert experiment.processes(made, quick, samples) == found
+    assert experiment.processes(replace(made, whole=True), quick, samples) == (1 if quick else most)
 
 
 def test_fewer_samples_than_the_papers_are_said(monkeypatch: Fixture) -> None:

@@ -18,7 +18,9 @@ from fusionml.measure import paired_ratio
 
 @given(st.integers(1, 60), st.integers(0, 12), st.integers(1, 7))
 def test_the_shares_are_the_whole(samples: int, warm_ups: int, processes: int) -> None:
-    found = shares(Options(samples=samples, warm_ups=warm_ups, processes=processes))
+    given = Options(samples=samples, warm_ups=warm_ups, processes=processes)
+    assert shares(given, whole=True) == [replace(given, processes=1)] * processes
+    found = shares(given, whole=False)
     assert len(found) == processes
     each = [part.samples for part in found]
     assert sum(each) == samples

@@ -329,6 +329,19 @@ def test_a_killed_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "6 of 8 cells (ended early)" in markdown
 
 
+def test_a_run_killed_between_the_processes_of_its_cells_says_so(tmp_path: Path) -> None:
+    whole, cut, once = (reports.simple("cholesky")[0] | {"name": name} for name in ("whole", "cut", "once"))
+    part = {"samples": 2, "figures": {}, "seconds": 1.0, "environment": whole["environment"]}
+    whole["processes"], cut["processes"] = [part] * 3, [part] * 2
+    given = reports.run("cholesky", [whole, cut, once])
+    given["options"]["processes"] = 3
+    assert schema.problems(given) == []
+    (file,) = reports.write(tmp_path, given)
+    page, markdown = made(tmp_path)
+    assert f"- made-up-chip-2-cores-cpu/{file.name}: of 3 processes: cut (2), once (1)" in markdown
+    assert "Cut short" in page.text
+
+
 def test_a_run_killed_before_its_first_cell(tmp_path: Path) -> None:
     ended = {"start": reports.STAMP, "end": None}
     reports.write(tmp_path, reports.run("block", [], planned=["a", "b"], environment=ended))
