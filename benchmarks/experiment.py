@@ -35,8 +35,8 @@ class Options:
 
     `scale` divides the paper's sizes and is at least 1 when an experiment sees it. `samples` and `warm_ups`
     are those of one arm in one cell, measured by so many `processes`; an experiment sees its process's part.
-    `extra` holds the experiment's own flags by name. `shared` is a folder of the cell, the same for each of
-    its processes.
+    `first` is how many of a cell's samples earlier processes took, `shared` a folder of the cell, the same
+    for each of them. `extra` holds the experiment's own flags by name.
     """
 
     quick: bool = False
@@ -45,6 +45,7 @@ class Options:
     samples: int = 50
     warm_ups: int = 10
     processes: int = 1
+    first: int = 0
     shared: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 

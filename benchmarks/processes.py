@@ -23,12 +23,16 @@ def shares(options: Options, *, whole: bool) -> list[Options]:
     Where a cell is a `whole` it is asked for all of them.
     """
     count = options.processes
-    if whole:
-        return [replace(options, processes=1)] * count
-    whole, more = divmod(options.samples, count)
-    warm_ups = -(-options.warm_ups // count)
+    each, more = (options.samples, 0) if whole else divmod(options.samples, count)
+    warm_ups = options.warm_ups if whole else -(-options.warm_ups // count)
     return [
-        replace(options, samples=whole + (number < more), warm_ups=warm_ups, processes=1)
+        replace(
+            options,
+            samples=each + (number < more),
+            warm_ups=warm_ups,
+            processes=1,
+            first=number * each + min(number, more),
+        )
         for number in range(count)
     ]
 
@@ -48,12 +52,17 @@ def join(chosen: Experiment, parameters: Cell, results: Sequence[Cell]) -> Cell:
     first = results[0]
     joined = dict(first) if len(results) == 1 else {**first, **_joined(results)}
     concluded = chosen.conclude(parameters, joined) if joined.get("arms") else {}
-    return {**joined, "figures": {**concluded, **first.get("figures", {})}}
+    return {**joined, "figures": {**concluded, **first.get("figures", {}), **concluded}}
 
 
 def groups(result: Mapping[str, Any]) -> list[int] | None:
     """Samples of an arm by process, for `paired_ratio`; None where there was one process only."""
     return [each["samples"] for each in result["processes"]] if "processes" in result else None
+
+
+def figures(result: Mapping[str, Any]) -> list[Cell]:
+    """Those of each process."""
+    return [each["figures"] for each in result.get("processes", [result])]
 
 
 def _joined(results: Sequence[Cell]) -> Cell:

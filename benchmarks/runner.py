@@ -33,6 +33,8 @@ CELL_SECONDS, QUICK_CELL_SECONDS = 3600.0, 300.0
 """Longest that one cell may take: one that hangs must not cost the others."""
 EMPTY: Cell = {"baseline": None, "arms": {}, "ratios": {}, "aa": None, "errors": {}, "figures": {}}
 COOL = (None, "nominal")
+OF_A_PROCESS = ("first", "shared")
+"""Options that only one process of a cell has."""
 
 Document = dict[str, Any]
 Progress = Callable[[str, int, int], None]
@@ -82,7 +84,9 @@ def run(job: Run, progress: Progress = lambda what, done, planned: None) -> tupl
     document = _begin(job, list(made), reasons)
     file = _new_file(job.results, document)
     rest = job.cool_down / job.options.processes  # each does that part of a cell's work
-    turns = [(part, cell) for part in processes.shares(job.options, whole=job.experiment.whole) for cell in cells]
+    turns = [
+        (part, cell) for part in processes.shares(job.options, whole=job.experiment.whole) for cell in cells
+    ]
     with tempfile.TemporaryDirectory() as scratch:
         for number, (part, cell) in enumerate(turns):
             progress(cell.name, number, len(turns))
@@ -114,7 +118,7 @@ def _begin(job: Run, planned: list[str], forced: list[str]) -> Document:
         "paper": experiment.paper,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join(["python -m benchmarks", *job.command]),
-        "options": {name: value for name, value in asdict(job.options).items() if name != "shared"},
+        "options": {name: value for name, value in asdict(job.options).items() if name not in OF_A_PROCESS},
         "forced": forced,
         "environment": {"start": machine.stamp(), "end": None},
         "planned": planned,

@@ -21,6 +21,7 @@ import numpy as np
 
 from benchmarks import arms, checkpoints
 from benchmarks.experiment import LEAST_SAMPLES, Cell, Experiment, Options
+from benchmarks.processes import figures
 from fusionml import loading, machine
 from fusionml.compare import Run, divergence, generate_once, prompt_ids
 from fusionml.measure import order, paired_ratio, relative_error
@@ -36,7 +37,7 @@ LENGTHS, CPU_LENGTHS = (2048, 4096, 8192), (256, 512, 1024)
 QUICK_LENGTHS, QUICK_CPU_LENGTHS = (512,), (128,)
 ANSWER, QUICK_ANSWER = 64, 16
 PATIENCE, DEMO_PATIENCE, QUICK_PATIENCE = 600.0, 50.0, 15.0
-"""Seconds that the rounds of one length may take; the fewest samples are taken in any case."""
+"""Seconds that the rounds of one length may take; each process takes the fewest samples in any case."""
 BUDGET, DEMO_BUDGET, QUICK_BUDGET = 60.0, 16.0, 8.0
 """Seconds that calibrating for one length takes."""
 TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
@@ -73,11 +74,12 @@ def cells(options: Options) -> dict[str, Cell]:
     given = options.extra["lengths"]
     lengths, note = (given, None) if given else _default_lengths(options)
     demo = options.extra["model"] is None
+    patience = QUICK_PATIENCE if options.quick else DEMO_PATIENCE if demo else PATIENCE
     shared = {
         "model": checkpoints.name(options.extra["model"]),
         "bytes": checkpoints.needed_bytes(options.extra["model"]),
         "answer_tokens": options.extra["max_tokens"] or (QUICK_ANSWER if options.quick else ANSWER),
-        "patience": QUICK_PATIENCE if options.quick else DEMO_PATIENCE if demo else PATIENCE,
+        "patience": patience / options.processes,
         "budget": QUICK_BUDGET if options.quick else DEMO_BUDGET if demo else BUDGET,
         "note": note,
     }
@@ -182,7 +184,7 @@ class Bench:
 def measure(parameters: Cell, options: Options) -> Cell:
     """One length: verify, warm up, then every arm in turns."""
     with tempfile.TemporaryDirectory() as folder:
-        table = Path(folder) / "ratios.json"
+        table = Path(options.shared or folder) / "calibrated.json"
         calibration, left_out = _calibrate(parameters, options, table)
         bench = _load(parameters, options, None if calibration is None else table)
         errors, wrong = bench.verify()
@@ -200,17 +202,22 @@ def measure(parameters: Cell, options: Options) -> Cell:
         "calls": {arm: dict(counted) for arm, counted in bench.calls.items()},
         "idle": bench.idle,
         "table": bench.tables.get("calibrated"),
-        **_decode(runs),
-        **_answers(runs),
+        "decode": {arm: [run.decode_tps for run in done if run.decode_tps] for arm, done in runs.items()},
+        "answers": _answers(runs, options.first),
     }
     if bench.idle.get("default"):
         cell["figures"]["stands down"] = bench.idle["default"]
-    cell["transcripts"] = _transcripts(runs, bench, parameters)
+    cell["transcripts"] = _transcripts(runs, bench, parameters, options.first)
     return cell
 
 
 def _calibrate(parameters: Cell, options: Options, table: Path) -> tuple[Cell | None, dict[str, str]]:
-    """What was measured into the table, and which arm that leaves out where it could not be."""
+    """What was measured into the table, and which arm that leaves out where it could not be.
+
+    Nothing is measured where an earlier process has filled it.
+    """
+    if len(open_table(str(table))):
+        return {"budget": 0.0, "sites": {}}, {}
     rows = calibration_rows(parameters["prompt_tokens"], parameters["min_rows"])
     try:
         found = checkpoints.calibrate(options.extra["model"], rows, parameters["budget"], table)
@@ -253,7 +260,7 @@ def _rounds(
     bench.calls.clear()
     runs: dict[str, list[Run]] = {arm: [] for arm in names}
     for turn, arm in enumerate(order(names, rounds)):
-        runs[arm].append(bench.run(arm, 1 + turn // len(names), answer))
+        runs[arm].append(bench.run(arm, options.first + 1 + turn // len(names), answer))
     return runs, warm_ups
 
 
@@ -283,34 +290,61 @@ def _shareable(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: "its own" if name == "table" else value for name, value in given.items()}
 
 
-def _decode(runs: Mapping[str, Sequence[Run]]) -> Cell:
+def conclude(parameters: Cell, result: Cell) -> Cell:
+    """Decoding and answers of all rounds, of the arms that every process timed."""
+    parts = figures(result)
+    names = [arm for arm in parts[0]["decode"] if all(arm in part["decode"] for part in parts)]
+    return {
+        "rounds": sum(part["rounds"] for part in parts),
+        **_decode(names, [part["decode"] for part in parts]),
+        **_all_answers([arm for arm in names if arm != STOCK], [part["answers"] for part in parts]),
+    }
+
+
+def _decode(names: Sequence[str], parts: Sequence[Mapping[str, Sequence[float]]]) -> Cell:
     """Tokens a second after the first, by arm, and how they compare with stock's, pair by pair."""
-    rates = {arm: [run.decode_tps for run in done if run.decode_tps] for arm, done in runs.items()}
+    rates = {arm: [rate for part in parts for rate in part[arm]] for arm in names}
     if not all(rates.values()):
         return {"decode": None}
     each = {arm: [1 / rate for rate in found] for arm, found in rates.items()}
+    by_process = [len(part[STOCK]) for part in parts]
+    ratios = {arm: asdict(paired_ratio(each[STOCK], each[arm], groups=by_process)) for arm in names}
     found = {
         arm: {
             "tokens_per_second": median(rates[arm]),
             "samples": rates[arm],
-            "ratio": None if arm == STOCK else asdict(paired_ratio(each[STOCK], each[arm])),
+            "ratio": None if arm == STOCK else ratios[arm],
         }
-        for arm in rates
+        for arm in names
     }
     told = {f"decode tok/s, {arm}": row["tokens_per_second"] for arm, row in found.items()}
     return {"decode": found, **told}
 
 
-def _answers(runs: Mapping[str, Sequence[Run]]) -> Cell:
-    """How many answers hold stock's very tokens, by arm, and where the first other one parts from it."""
+def _answers(runs: Mapping[str, Sequence[Run]], before: int) -> Cell:
+    """How many answers hold stock's very tokens, by arm, and where the first other one parts from it.
+
+    `before` rounds were another process's.
+    """
     found: Cell = {}
-    told: Cell = {}
     for arm in [arm for arm in runs if arm != STOCK]:
         parted = [divergence(*pair) for pair in zip(runs[STOCK], runs[arm], strict=True)]
-        first = next(((number, d) for number, d in enumerate(parted, 1) if d is not None), None)
-        identical = parted.count(None)
-        found[arm] = {"answers": len(parted), "identical": identical, "divergence": _where(first)}
-        told[f"answers, {arm}"] = f"{identical} of {len(parted)} token-identical" + _near(first)
+        first = next(((before + n, d) for n, d in enumerate(parted, 1) if d is not None), None)
+        found[arm] = {"answers": len(parted), "identical": parted.count(None), "divergence": _where(first)}
+    return found
+
+
+def _all_answers(names: Sequence[str], parts: Sequence[Cell]) -> Cell:
+    """Those of all processes, and a sentence of each arm's."""
+    found: Cell = {}
+    for arm in names:
+        those = [part[arm] for part in parts]
+        found[arm] = {
+            "answers": sum(each["answers"] for each in those),
+            "identical": sum(each["identical"] for each in those),
+            "divergence": next(filter(None, (each["divergence"] for each in those)), None),
+        }
+    told = {f"answers, {arm}": _sentence(**each) for arm, each in found.items()}
     return {"answers": found, **told}
 
 
@@ -321,15 +355,18 @@ def _where(first: tuple[int, Cell] | None) -> Cell | None:
     return {"round": number, **{"arm" if key == "patched" else key: v for key, v in parted.items()}}
 
 
-def _near(first: tuple[int, Cell] | None) -> str:
-    if first is None:
-        return ""
-    gap, position = first[1]["logit_gap"], first[1]["position"] + 1
-    return f"; the first other one parts at token {position}, where the two best are {gap:.3g} apart"
+def _sentence(answers: int, identical: int, divergence: Cell | None) -> str:
+    same = f"{identical} of {answers} token-identical"
+    if divergence is None:
+        return same
+    gap, position = divergence["logit_gap"], divergence["position"] + 1
+    return f"{same}; the first other one parts at token {position}, where the two best are {gap:.3g} apart"
 
 
-def _transcripts(runs: Mapping[str, Sequence[Run]], bench: Bench, parameters: Cell) -> list[Cell]:
-    """Every prompt and answer, a line each."""
+def _transcripts(
+    runs: Mapping[str, Sequence[Run]], bench: Bench, parameters: Cell, before: int
+) -> list[Cell]:
+    """Every prompt and answer, a line each; `before` rounds were another process's."""
     return [
         {
             "model": parameters["model"],
@@ -341,8 +378,8 @@ def _transcripts(runs: Mapping[str, Sequence[Run]], bench: Bench, parameters: Ce
             "tokens": run.tokens,
             "ttft": run.ttft,
         }
-        for number in range(1, len(runs[STOCK]) + 1)
-        for arm, run in ((arm, done[number - 1]) for arm, done in runs.items())
+        for number in range(before + 1, before + len(runs[STOCK]) + 1)
+        for arm, run in ((arm, done[number - before - 1]) for arm, done in runs.items())
     ]
 
 
@@ -356,5 +393,5 @@ EXPERIMENT = Experiment(
     samples=(10, 3),
     flop=1.0,  # lengths, not widths, are what shrinks here
     arguments=arguments,
-    processes=1,
+    conclude=conclude,
 )

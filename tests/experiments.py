@@ -27,7 +27,7 @@ def run(
     """The result's file, which is as the schema wants it, and its cells by name; `only` some of them."""
 
     def here(job: runner.Run, parameters: Cell, options: Options) -> dict[str, Any]:
-        result = json.loads(json.dumps(experiment.measure(parameters, given), allow_nan=False))
+        result = json.loads(json.dumps(experiment.measure(parameters, options), allow_nan=False))
         return {"result": result, "error": None}
 
     chosen = experiment.cells(given)

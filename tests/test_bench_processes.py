@@ -19,8 +19,13 @@ from fusionml.measure import paired_ratio
 @given(st.integers(1, 60), st.integers(0, 12), st.integers(1, 7))
 def test_the_shares_are_the_whole(samples: int, warm_ups: int, processes: int) -> None:
     given = Options(samples=samples, warm_ups=warm_ups, processes=processes)
-    assert shares(given, whole=True) == [replace(given, processes=1)] * processes
+    whole = shares(given, whole=True)
+    assert {(part.samples, part.warm_ups, part.processes) for part in whole} == {(samples, warm_ups, 1)}
+    assert [part.first for part in whole] == [number * samples for number in range(processes)]
     found = shares(given, whole=False)
+    assert [part.first for part in found] == [
+        sum(part.samples for part in found[:number]) for number in range(processes)
+    ]
     assert len(found) == processes
     each = [part.samples for part in found]
     assert sum(each) == samples

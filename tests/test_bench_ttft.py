@@ -6,6 +6,7 @@ import itertools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,34 @@ def test_the_transcripts_hold_every_prompt_and_answer(
     for arm in ("fixed 0.30", "default", "calibrated"):
         same = sum(told[arm, n]["tokens"] == told["stock", n]["tokens"] for n in range(1, ROUNDS + 1))
         assert cell["figures"]["answers"][arm]["identical"] == same
+
+
+def test_several_processes_ask_different_prompts_and_calibrate_once(
+    monkeypatch: Fixture, flags: list[str], tmp_path: Path
+) -> None:
+    calibrated: list[Any] = []
+
+    def once(*args: Any) -> dict[str, Any]:
+        calibrated.append(args)
+        return measured(*args)
+
+    monkeypatch.setattr(checkpoints, "calibrate", once)
+    given = replace(options(ttft.EXPERIMENT, *flags), samples=5, processes=2)
+    file, cells = run(monkeypatch, tmp_path, ttft.EXPERIMENT, given)
+    (cell,) = cells.values()
+    assert [part["samples"] for part in cell["processes"]] == [3, 2]
+    assert len(calibrated) == 1
+    lines = transcripts(file)
+    assert {line["round"] for line in lines} == {1, 2, 3, 4, 5}
+    assert len({line["prompt"] for line in lines}) == 5
+    for line in lines:
+        assert line["ttft"] == cell["arms"][line["arm"]]["samples"][line["round"] - 1]
+    told = cell["figures"]
+    assert told["rounds"] == 5
+    assert told["answers"]["stock again"] == {"answers": 5, "identical": 5, "divergence": None}
+    assert told["answers, stock again"] == "5 of 5 token-identical"
+    assert len(told["decode"]["default"]["samples"]) == told["decode"]["default"]["ratio"]["pairs"] == 5
+    assert [len(part["figures"]["decode"]["default"]) for part in cell["processes"]] == [3, 2]
 
 
 def test_where_an_answer_parts_from_stocks_is_told(
