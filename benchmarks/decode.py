@@ -18,7 +18,7 @@ from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
 from benchmarks.geometries import GEOMETRIES, bytes_needed, stack
 from benchmarks.shares import add_ratio, share
-from fusionml import loading, patched, status
+from fusionml import loading, patched, split, status
 from fusionml.blocks import split_twin
 from fusionml.calibrate import TOLERANCE
 from fusionml.pair_model import sentence
@@ -151,7 +151,7 @@ def _model(parameters: Cell) -> _Made:
     return (
         ways,
         MODEL_TOLERANCE,
-        str(dtype).removeprefix("mlx.core."),
+        split.dtype_name(dtype),
         {"ratio": ratio, "model": name, "calls": calls},
     )
 

@@ -90,16 +90,14 @@ def weight(cell: Cell, dtype: mx.Dtype) -> experts.Weight:
 
 def ways(cell: Cell, x: mx.array, weight: experts.Weight, indices: mx.array) -> dict[str, Call]:
     """Every way by name."""
-    m = split.cpu_rows(x.shape[0], cell["ratio"])
+    m, call = split.cpu_rows(x.shape[0], cell["ratio"]), experts.Call(x, weight, None, indices)
     found: dict[str, Call] = {
-        "stock": lambda: experts.stock(x, weight, None, indices),
-        "dense": lambda: experts.dense(x, weight, None, indices, "eager"),
+        "stock": partial(experts.stock, call),
+        "dense": partial(experts.dense, call, "eager"),
     }
     forms = experts.FORMS if cell["bits"] else (experts.GATHER, experts.EACH)
     for form, cpu_dtype in itertools.product(forms, arms.cpu_types(x.dtype)):
-        found[f"split, {form}, {cpu_dtype}"] = partial(
-            experts.run_experts, x, weight, None, indices, m, form, "eager", cpu_dtype
-        )
+        found[f"split, {form}, {cpu_dtype}"] = partial(experts.run_experts, call, m, form, "eager", cpu_dtype)
     return found
 
 

@@ -20,6 +20,7 @@ from fusionml import loading, patched, status
 from fusionml.calibrate import TOLERANCE
 from fusionml.measure import relative_error
 from fusionml.patching import session
+from fusionml.split import dtype_name
 
 ROWS, QUICK_ROWS = (511,), (127,)
 """Prompts of 512 and 128 tokens, of which MLX-LM holds the last one back."""
@@ -87,7 +88,7 @@ def measure(cell: Cell, options: Options) -> Cell:
     given = inputs(layers, cell["rows"])
     split = library.split_arm(lambda: compute(layers, given), min_rows=min(256, cell["rows"]))
     wrong = error(layers, given, split)
-    allowed = TOLERANCE[str(given[0].dtype).rsplit(".", 1)[-1]]
+    allowed = TOLERANCE[dtype_name(given[0].dtype)]
     if not wrong <= allowed:
         raise ValueError(f"the split differs from stock by {wrong:.2g}, more than {allowed:.2g}")
     result = arms.measure({"stock": split.call, "split": split}, options, tolerance=None)

@@ -198,7 +198,7 @@ class Bench:
         m = split.cpu_rows(self.rows, found.choice.ratio)
         out = self._compute(product, found.arm, found.way if found.arm == SPLIT else None, m, False)
         stock, exact = product.stock(), product.exact()
-        allowed = TOLERANCE[str(product.dtype).rsplit(".", 1)[-1]]
+        allowed = TOLERANCE[split.dtype_name(product.dtype)]
         if exact is None:
             return _error(out, stock), allowed
         return _error(out, exact), max(allowed, _error(stock, exact))

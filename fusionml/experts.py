@@ -34,6 +34,45 @@ Weight = mx.array | Packed
 """Of all experts: dense `[E, N, K]`, or quantised."""
 
 
+class Call(NamedTuple):
+    """What one sorted call multiplies.
+
+    Attributes:
+        x: `[rows, 1, K]`, sorted by expert.
+        weight: `[E, N, K]`, dense or quantised.
+        bias: `[E, N]` or None.
+        indices: `[rows]`, the expert of each row.
+    """
+
+    x: mx.array
+    weight: Weight
+    bias: mx.array | None
+    indices: mx.array
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """What must be real before anything is computed: the input first."""
+        weights = self.weight.arrays if isinstance(self.weight, Packed) else [self.weight]
+        return [self.x, *weights, *split.given(self.bias), self.indices]
+
+    @property
+    def product_type(self) -> mx.Dtype:
+        """What stock computes the product in, before any bias."""
+        if isinstance(self.weight, Packed):
+            return self.weight.product_type(self.x)
+        return mx.result_type(self.x, self.weight)
+
+    @property
+    def result_type(self) -> mx.Dtype:
+        """The dtype that stock gives."""
+        dtype = self.product_type
+        return dtype if self.bias is None else mx.result_type(mx.zeros((), dtype), self.bias)
+
+    def cpu_type(self, cpu_dtype: str) -> mx.Dtype:
+        """What `native` or `float32` comes to."""
+        return mx.float32 if cpu_dtype == "float32" else self.product_type
+
+
 class Run(NamedTuple):
     """Rows `[start, stop)`, all of one expert."""
 
@@ -67,9 +106,7 @@ def cut(runs: Sequence[Run], m: int) -> tuple[list[Run], list[Run]]:
     return head, rest
 
 
-def real_runs(
-    x: mx.array, weight: Weight, bias: mx.array | None, indices: mx.array, boundary: str
-) -> list[Run]:
+def real_runs(call: Call, boundary: str) -> list[Run]:
     """Make the call's arrays real and read where each expert begins.
 
     The indices are evaluated whatever `boundary` is: without them nobody knows whose rows are whose.
@@ -77,19 +114,15 @@ def real_runs(
     Raises:
         ValueError: under a trace.
     """
-    arrays = [*split.given(x, indices, bias), *arrays_of(weight)]
-    split.materialise(arrays, boundary)
-    return expert_runs(np.array(indices))
+    split.materialise(call.arrays, boundary)
+    return expert_runs(np.array(call.indices))
 
 
-def dense(x: mx.array, weight: Weight, bias: mx.array | None, indices: mx.array, boundary: str) -> mx.array:
-    """One dense product an expert, all on the current stream.
+def dense(call: Call, boundary: str) -> mx.array:
+    """One dense product an expert, all on the current stream; quantised experts one after the other.
 
     Args:
-        x: `[rows, 1, K]`, sorted by expert.
-        weight: `[E, N, K]`, dense or quantised; quantised experts are dequantised one after the other.
-        bias: `[E, N]` or None.
-        indices: `[rows]`, the expert of each row.
+        call: the layer's.
         boundary: see `split.materialise`; the indices are evaluated in any case.
 
     Returns:
@@ -98,31 +131,19 @@ def dense(x: mx.array, weight: Weight, bias: mx.array | None, indices: mx.array,
     Raises:
         ValueError: under a trace.
     """
-    runs = real_runs(x, weight, bias, indices, boundary)
-    dtype = product_type(x, weight)
-    products = _each(x, weight, bias, runs, dtype)
-    if boundary != "none" and _transient(weight, dtype):
+    runs = real_runs(call, boundary)
+    dtype = call.product_type
+    products = _each(call, call.weight, runs, dtype)
+    if boundary != "none" and _transient(call.weight, dtype):
         _dispatch(products, [])
-    return mx.concatenate(products, axis=0)[:, None] if products else stock(x, weight, bias, indices)
+    return mx.concatenate(products, axis=0)[:, None] if products else stock(call)
 
 
-def run_experts(
-    x: mx.array,
-    weight: Weight,
-    bias: mx.array | None,
-    indices: mx.array,
-    m: int,
-    form: str,
-    boundary: str,
-    cpu_dtype: str,
-) -> mx.array:
+def run_experts(call: Call, m: int, form: str, boundary: str, cpu_dtype: str) -> mx.array:
     """A layer of experts with the first `m` rows on the CPU (unchecked).
 
     Args:
-        x: `[rows, 1, K]`, sorted by expert.
-        weight: `[E, N, K]`, dense or quantised; for the CPU no expert is dequantised that it has no row of.
-        bias: `[E, N]` or None.
-        indices: `[rows]`, the expert of each row.
+        call: the layer's; for the CPU no expert is dequantised that it has no row of.
         m: rows of the CPU part, `0 < m < rows`.
         form: `gather`, `each` or `quantised`, see `FORMS`.
         boundary: see `split.materialise`; the indices are evaluated in any case.
@@ -137,75 +158,48 @@ def run_experts(
     Raises:
         ValueError: under a trace.
     """
-    cpu, current = expert_parts(x, weight, bias, indices, m, form, boundary, cpu_dtype)
-    out = split.join(cpu, current, x.shape[:-1], split.needs_settling())
-    if form == GATHER and _transient(weight, _cpu_type(x, weight, cpu_dtype)):
+    cpu, current = expert_parts(call, m, form, boundary, cpu_dtype)
+    out = split.join(cpu, current, call.x.shape[:-1], split.needs_settling())
+    if form == GATHER and _transient(call.weight, call.cpu_type(cpu_dtype)):
         # A lazy result holds on to the CPU's dense experts, and layers that share an input would add up.
         del cpu, current
         split.materialise([out], boundary)
     return out
 
 
-def expert_parts(
-    x: mx.array,
-    weight: Weight,
-    bias: mx.array | None,
-    indices: mx.array,
-    m: int,
-    form: str,
-    boundary: str,
-    cpu_dtype: str,
-) -> tuple[mx.array, mx.array]:
+def expert_parts(call: Call, m: int, form: str, boundary: str, cpu_dtype: str) -> tuple[mx.array, mx.array]:
     """The two parts `(cpu, current)`, `[m, N]` and `[rows - m, N]`, of `run_experts`."""
-    head, rest = cut(real_runs(x, weight, bias, indices, boundary), m)
-    dtype, cpu_type = product_type(x, weight), _cpu_type(x, weight, cpu_dtype)
-    cpu = _cpu_products(x, weight, bias, head, form, boundary, cpu_type)
+    head, rest = cut(real_runs(call, boundary), m)
+    dtype, cpu_type = call.product_type, call.cpu_type(cpu_dtype)
+    cpu = _cpu_products(call, head, form, boundary, cpu_type)
     if form != EACH:
-        current = stock(x[m:], weight, bias, indices[m:]).reshape(-1, weight.shape[-2])
+        others = call._replace(x=call.x[m:], indices=call.indices[m:])
+        current = stock(others).reshape(-1, call.weight.shape[-2])
     else:
-        products = _each(x, weight, bias, rest, dtype)
-        if boundary != "none" and _transient(weight, dtype, cpu_type):
+        products = _each(call, call.weight, rest, dtype)
+        if boundary != "none" and _transient(call.weight, dtype, cpu_type):
             _dispatch(cpu, products)
         current = mx.concatenate(products, axis=0)
-    return _joined(cpu, result_type(x, weight, bias)), current
+    return _joined(cpu, call.result_type), current
 
 
-def cpu_part(
-    x: mx.array,
-    weight: Weight,
-    bias: mx.array | None,
-    indices: mx.array,
-    m: int,
-    form: str,
-    boundary: str,
-    cpu_dtype: str,
-) -> mx.array:
-    """The first part of `expert_parts` alone: nothing of the current stream's rows is sent off."""
-    head, _ = cut(real_runs(x, weight, bias, indices, boundary), m)
-    cpu_type = _cpu_type(x, weight, cpu_dtype)
-    cpu = _cpu_products(x, weight, bias, head, form, boundary, cpu_type)
-    if form == EACH and boundary != "none" and _transient(weight, cpu_type):
+def cpu_part(call: Call, m: int, form: str, cpu_dtype: str) -> mx.array:
+    """The first part of `expert_parts` alone, behind an eager boundary: nothing of the rest is sent off."""
+    head, _ = cut(real_runs(call, "eager"), m)
+    cpu_type = call.cpu_type(cpu_dtype)
+    cpu = _cpu_products(call, head, form, "eager", cpu_type)
+    if form == EACH and _transient(call.weight, cpu_type):
         _dispatch(cpu, [])
-    return _joined(cpu, result_type(x, weight, bias))
-
-
-def _cpu_type(x: mx.array, weight: Weight, cpu_dtype: str) -> mx.Dtype:
-    return mx.float32 if cpu_dtype == "float32" else product_type(x, weight)
+    return _joined(cpu, call.result_type)
 
 
 def _cpu_products(
-    x: mx.array,
-    weight: Weight,
-    bias: mx.array | None,
-    head: list[Run],
-    form: str,
-    boundary: str,
-    cpu_type: mx.Dtype,
+    call: Call, head: list[Run], form: str, boundary: str, cpu_type: mx.Dtype
 ) -> list[mx.array]:
     """The lazy product of each of the CPU's runs, on its stream."""
-    cpu_weight = _made_here(weight, head, cpu_type, boundary) if form == GATHER else weight
+    weight = _made_here(call.weight, head, cpu_type, boundary) if form == GATHER else call.weight
     with mx.stream(split.cpu_stream):
-        return _each(x, cpu_weight, bias, head, cpu_type, packed=form == QUANTISED)
+        return _each(call, weight, head, cpu_type, packed=form == QUANTISED)
 
 
 def _joined(cpu: list[mx.array], dtype: mx.Dtype) -> mx.array:
@@ -226,9 +220,8 @@ def _made_here(
 
 
 def _each(
-    x: mx.array,
+    call: Call,
     weight: Weight | dict[int, mx.array],
-    bias: mx.array | None,
     runs: list[Run],
     dtype: mx.Dtype,
     *,
@@ -236,9 +229,9 @@ def _each(
 ) -> list[mx.array]:
     """The lazy product `[rows, N]` of each run, in `dtype` or the bias's wider one, on the current stream.
 
-    `packed` multiplies by the quantised weight as it is.
+    `weight` is the call's, or what was made of it; `packed` multiplies by the quantised one as it is.
     """
-    flat = x.reshape(-1, x.shape[-1])
+    flat = call.x.reshape(-1, call.x.shape[-1])
     products = []
     for expert, start, stop in runs:
         rows = flat[start:stop].astype(dtype)
@@ -246,7 +239,7 @@ def _each(
             out = weight[expert].astype(dtype).multiply(rows)
         else:
             out = rows @ _matrix(weight, expert, dtype, "none").T
-        products.append(out if bias is None else out + bias[expert])
+        products.append(out if call.bias is None else out + call.bias[expert])
     return products
 
 
@@ -259,8 +252,9 @@ def _dispatch(first: list[mx.array], second: list[mx.array]) -> None:
         mx.async_eval(*[product for product in pair if product is not None])
 
 
-def stock(x: mx.array, weight: Weight, bias: mx.array | None, indices: mx.array) -> mx.array:
+def stock(call: Call) -> mx.array:
     """What MLX-LM's own layers compute for a sorted call: lazy `[rows, 1, N]`."""
+    x, weight, bias, indices = call
     if isinstance(weight, Packed):
         out = mx.gather_qmm(
             x,
@@ -276,22 +270,6 @@ def stock(x: mx.array, weight: Weight, bias: mx.array | None, indices: mx.array)
     else:
         out = mx.gather_mm(x, weight.swapaxes(-1, -2), rhs_indices=indices, sorted_indices=True)
     return out if bias is None else out + mx.expand_dims(bias[indices], -2)
-
-
-def product_type(x: mx.array, weight: Weight) -> mx.Dtype:
-    """What stock computes the product in, before any bias."""
-    return weight.product_type(x) if isinstance(weight, Packed) else mx.result_type(x, weight)
-
-
-def result_type(x: mx.array, weight: Weight, bias: mx.array | None) -> mx.Dtype:
-    """The dtype that stock gives."""
-    dtype = product_type(x, weight)
-    return dtype if bias is None else mx.result_type(mx.zeros((), dtype), bias)
-
-
-def arrays_of(weight: Weight) -> list[mx.array]:
-    """What must be real before anything is computed from it."""
-    return weight.arrays if isinstance(weight, Packed) else [weight]
 
 
 def _transient(weight: Weight, *dtypes: mx.Dtype) -> bool:

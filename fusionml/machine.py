@@ -20,6 +20,8 @@ from typing import Any, Literal, TypeVar
 import mlx.core as mx
 import psutil
 
+from .split import dtype_name
+
 T = TypeVar("T")
 
 # OSThermalPressureLevel, in the system's own words.
@@ -62,7 +64,7 @@ def math_fingerprint() -> dict[str, float]:
     and not meant to tell how many threads one uses: the variables in `identity()` do. Products of
     128 x 128 x 128 on the default CPU stream.
     """
-    return {str(dtype).removeprefix("mlx.core."): _gflops(dtype) for dtype in (mx.float32, mx.bfloat16)}
+    return {dtype_name(dtype): _gflops(dtype) for dtype in (mx.float32, mx.bfloat16)}
 
 
 def _gflops(dtype: mx.Dtype, size: int = 128) -> float:

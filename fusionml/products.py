@@ -123,40 +123,36 @@ class QuantizedProduct:
 
 @dataclass(frozen=True, eq=False)
 class ExpertsProduct:
-    """Rows `x [rows, 1, K]` sorted by expert, each times the weight of its expert in `indices [rows]`."""
+    """Rows sorted by expert, each times the weight of its expert."""
 
-    x: mx.array
-    weight: experts.Weight
-    bias: mx.array | None
-    indices: mx.array
+    call: experts.Call
 
     @property
     def arrays(self) -> list[mx.array]:
-        return [self.x, *experts.arrays_of(self.weight), *split.given(self.bias), self.indices]
+        return self.call.arrays
 
     @property
     def dtype(self) -> mx.Dtype:
-        return experts.product_type(self.x, self.weight)
+        return self.call.product_type
 
     def stock(self) -> mx.array:
-        return experts.stock(self.x, self.weight, self.bias, self.indices)
+        return experts.stock(self.call)
 
     def dense(self, boundary: str) -> mx.array:
-        return experts.dense(self.x, self.weight, self.bias, self.indices, boundary)
+        return experts.dense(self.call, boundary)
 
     def exact(self) -> mx.array | None:
-        if not isinstance(self.weight, Packed):
+        weight = self.call.weight
+        if not isinstance(weight, Packed):
             return None
-        wide, weight = self.x.astype(mx.float32), self.weight.astype(mx.float32)
-        return experts.dense(wide, weight, self.bias, self.indices, "eager")
+        wide = self.call._replace(x=self.call.x.astype(mx.float32), weight=weight.astype(mx.float32))
+        return experts.dense(wide, "eager")
 
     def split(self, m: int, form: str, boundary: str, cpu_dtype: str) -> mx.array:
-        call = (self.x, self.weight, self.bias, self.indices)
-        return experts.run_experts(*call, m, form, boundary, cpu_dtype)
+        return experts.run_experts(self.call, m, form, boundary, cpu_dtype)
 
     def cpu_part(self, m: int, form: str, cpu_dtype: str) -> mx.array:
-        call = (self.x, self.weight, self.bias, self.indices)
-        return experts.cpu_part(*call, m, form, "eager", cpu_dtype)
+        return experts.cpu_part(self.call, m, form, cpu_dtype)
 
 
 def of(kind: str, layer: nn.Module, x: mx.array, indices: mx.array | None) -> Product:
@@ -170,7 +166,7 @@ def of(kind: str, layer: nn.Module, x: mx.array, indices: mx.array | None) -> Pr
     if kind == QUANTIZED:
         return QuantizedProduct(x, Packed.of(layer), bias)
     if kind == EXPERTS and indices is not None:
-        return ExpertsProduct(x, experts.weight_of(layer), bias, indices)
+        return ExpertsProduct(experts.Call(x, experts.weight_of(layer), bias, indices))
     return LinearProduct(x, layer["weight"], bias)
 
 

@@ -62,7 +62,7 @@ class Geometry(Protocol):
 
 def site_of(layer: Geometry, dtype: mx.Dtype, tokens: int) -> Site:
     """The site of a call with so many tokens, computed in `dtype`."""
-    name = str(dtype).rsplit(".", 1)[-1]
+    name = split.dtype_name(dtype)
     kind = f"{layer.kind}{layer.experts}top{layer.top}" if layer.experts else layer.kind
     packed = f"{layer.packed}-{name}" if layer.packed else name
     return Site(kind, packed, layer.inputs, layer.outputs, layer.bias, bucket_of(tokens))

@@ -75,6 +75,11 @@ def cpu_rows(rows: int, ratio: float) -> int:
     return min(max(m, multiple), rows - 1)
 
 
+def dtype_name(dtype: mx.Dtype) -> str:
+    """As tables and results have it, e.g. `bfloat16`."""
+    return str(dtype).removeprefix("mlx.core.")
+
+
 def resolve_cpu_dtype(name: str, dtype: mx.Dtype) -> str:
     """`native` or `float32` for a result of `dtype`.
 

@@ -15,7 +15,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 from quantised import error, exact, pack, values
 
 from fusionml import experts, quantized, split
-from fusionml.experts import EACH, FORMS, GATHER, QUANTISED, Run, Weight
+from fusionml.experts import EACH, FORMS, GATHER, QUANTISED, Call, Run, Weight
 from fusionml.products import ExpertsProduct
 from fusionml.quantized import Packed
 
@@ -79,11 +79,11 @@ def arms(
 ) -> dict[object, mx.array]:
     """Every way to compute the layer, by name."""
     rows = x.shape[0]
-    found = {("dense", b): experts.dense(x, weight, bias, indices, b) for b in split.BOUNDARIES}
+    found = {("dense", b): experts.dense(Call(x, weight, bias, indices), b) for b in split.BOUNDARIES}
     cuts = sorted({1, rows // 3, rows - 1} - {0, rows}) if rows > 1 else []
     forms = forms_for(weight) if gathers else (EACH,)
     for m, *options in itertools.product(cuts, forms, split.BOUNDARIES, ("native", "float32")):
-        found[(m, *options)] = experts.run_experts(x, weight, bias, indices, m, *options)
+        found[(m, *options)] = experts.run_experts(Call(x, weight, bias, indices), m, *options)
     return found
 
 
@@ -130,7 +130,7 @@ def test_mixed_types_promote_as_in_stock(
 def test_no_rows(bits: int | None) -> None:
     x, indices = call([0] * E)
     for boundary in split.BOUNDARIES:
-        out = experts.dense(x, weights(mx.float32, bits), biases(mx.float32), indices, boundary)
+        out = experts.dense(Call(x, weights(mx.float32, bits), biases(mx.float32), indices), boundary)
         assert (out.shape, out.dtype) == ((0, 1, N), mx.float32)
 
 
@@ -138,7 +138,7 @@ def test_rows_that_are_not_sorted_are_only_slow() -> None:
     x, _ = call([8, 8, 8, 8, 8, 8])
     indices = mx.array(np.random.default_rng(0).integers(0, E, 48).astype(np.uint32))
     weight = weights(mx.float32)
-    out = experts.run_experts(x, weight, None, indices, 20, EACH, "eager", "native")
+    out = experts.run_experts(Call(x, weight, None, indices), 20, EACH, "eager", "native")
     assert error(out, truth(x, weight, None, indices)) < 1e-6
 
 
@@ -161,7 +161,7 @@ def test_what_mlx_lm_sorts_is_recognised(monkeypatch: pytest.MonkeyPatch) -> Non
         weight = experts.weight_of(self)
         if not sorted_indices:
             return stock(self, x, indices, sorted_indices)
-        return experts.run_experts(x, weight, self.get("bias"), indices, 40, GATHER, "eager", "native")
+        return experts.run_experts(Call(x, weight, self.get("bias"), indices), 40, GATHER, "eager", "native")
 
     block = SwitchGLU(K, 48, E, bias=True)
     x = mx.random.normal((2, 30, K))
@@ -229,7 +229,7 @@ def test_any_routing(counts: list[int], share: float, case: tuple[str, int | Non
     x, indices = call(counts)
     m = min(max(1, round(share * len(x))), len(x) - 1)
     weight, bias = weights(mx.float32, bits), biases(mx.float32)
-    out = experts.run_experts(x, weight, bias, indices, m, form, "eager", "native")
+    out = experts.run_experts(Call(x, weight, bias, indices), m, form, "eager", "native")
     assert error(out, truth(x, weight, bias, indices)) < 1e-6
 
 
@@ -252,7 +252,7 @@ def test_only_experts_with_rows_on_the_cpu_are_dequantised(
     for module in (quantized, experts):
         monkeypatch.setattr(module, "unpacked", spy)
     x, indices = call([4, 0, 4, 4, 4, 4])
-    mx.eval(experts.run_experts(x, weights(mx.float32, 4), None, indices, 10, form, "eager", "native"))
+    mx.eval(experts.run_experts(Call(x, weights(mx.float32, 4), None, indices), 10, form, "eager", "native"))
     # Rows of three experts are the CPU's; the third has rows on the other side as well.
     assert unpacked == {GATHER: [False] * 3, EACH: [True] * 3 + [False] * 3, QUANTISED: []}[form]
 
@@ -267,7 +267,7 @@ def test_each_part_is_on_its_own_stream(
     mx.eval(bias)
     monkeypatch.setattr(experts, "_dispatch", lambda *products: None)
     monkeypatch.setattr(split, "cpu_stream", foreign_stream())
-    cpu, current = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", cpu_dtype)
+    cpu, current = experts.expert_parts(Call(x, weight, bias, indices), 10, form, "eager", cpu_dtype)
     mx.eval(current)
     with pytest.raises(RuntimeError, match="Stream"):
         mx.eval(cpu)
@@ -275,7 +275,7 @@ def test_each_part_is_on_its_own_stream(
     if form != GATHER or bits is None:
         monkeypatch.setattr(experts, "_dispatch", lambda *products: None)
         with mx.stream(foreign_stream()):
-            cpu, current = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", cpu_dtype)
+            cpu, current = experts.expert_parts(Call(x, weight, bias, indices), 10, form, "eager", cpu_dtype)
         mx.eval(cpu)
         with pytest.raises(RuntimeError, match="Stream"):
             mx.eval(current)
@@ -286,12 +286,12 @@ def test_the_cpus_part_alone_leaves_the_other_stream_nothing_to_do(form: str, bi
     """It is timed to tell what the CPU does without a neighbour."""
     x, indices = call([4, 0, 4, 4, 4, 4])
     weight, bias = weights(mx.float32, bits), biases(mx.float32)
-    expected, _ = experts.expert_parts(x, weight, bias, indices, 10, form, "eager", "native")
+    expected, _ = experts.expert_parts(Call(x, weight, bias, indices), 10, form, "eager", "native")
     mx.eval(expected, bias)
     if form == GATHER and bits:
         return  # there the current stream dequantises for the CPU
     with mx.stream(foreign_stream()):
-        alone = ExpertsProduct(x, weight, bias, indices).cpu_part(10, form, "native")
+        alone = ExpertsProduct(Call(x, weight, bias, indices)).cpu_part(10, form, "native")
     assert mx.array_equal(alone, expected)
 
 
@@ -299,11 +299,11 @@ def test_a_gathering_stream_widens_experts_for_the_cpu_at_the_boundary() -> None
     x, indices = call(COUNTS["several rows each"], mx.float16)
     weight = weights(mx.float16)
     mx.eval(weight)
-    cpu, _ = experts.expert_parts(x, weight, None, indices, 10, GATHER, "eager", "float32")
+    cpu, _ = experts.expert_parts(Call(x, weight, None, indices), 10, GATHER, "eager", "float32")
     # The rows of two runs and the result: no cast of a weight is left.
     assert operations(cpu).count("AsType") == 3
     with mx.stream(foreign_stream()), pytest.raises(RuntimeError, match="Stream"):
-        experts.expert_parts(x, weight, None, indices, 12, GATHER, "eager", "float32")
+        experts.expert_parts(Call(x, weight, None, indices), 12, GATHER, "eager", "float32")
 
 
 @pytest.mark.parametrize("boundary", split.BOUNDARIES)
@@ -311,7 +311,7 @@ def test_the_boundary(boundary: str) -> None:
     for form in (GATHER, EACH):
         x, indices = call(COUNTS["several rows each"])
         inputs = [lazy(x), lazy(weights(mx.float32)), lazy(biases(mx.float32)), lazy(indices)]
-        out = experts.run_experts(*inputs, 10, form, boundary, "native")
+        out = experts.run_experts(Call(*inputs), 10, form, boundary, "native")
         assert [evaluated(a) for a in inputs[:3]] == [boundary != "none"] * 3
         assert evaluated(inputs[3])
         assert not evaluated(out)
@@ -326,9 +326,9 @@ def test_few_dequantised_experts_are_alive_at_once() -> None:
     whole = 4 * count * width * width
 
     def run(form: str) -> Callable[[], mx.array]:
-        return lambda: experts.run_experts(x, packed, None, indices, 2 * count, form, "eager", "native")
+        return lambda: experts.run_experts(Call(x, packed, None, indices), 2 * count, form, "eager", "native")
 
-    assert peak(lambda: experts.dense(x, packed, None, indices, "eager")) < whole / 2
+    assert peak(lambda: experts.dense(Call(x, packed, None, indices), "eager")) < whole / 2
     assert peak(run(EACH)) < whole / 2
     assert peak(run(GATHER)) < whole * 0.75
     assert peak(run(QUANTISED)) < whole / 8
@@ -347,7 +347,7 @@ def test_two_layers_of_one_input_hold_their_dense_experts_one_after_the_other(
     mx.eval(x, indices)
 
     def run() -> mx.array:
-        return experts.run_experts(x, packed, None, indices, 3 * count, form, "eager", cpu_dtype)
+        return experts.run_experts(Call(x, packed, None, indices), 3 * count, form, "eager", cpu_dtype)
 
     # Three quarters of the experts are the CPU's; it multiplies in float32.
     assert peak(lambda: [run(), run()]) < count * width * width * 4
@@ -360,11 +360,11 @@ def test_two_layers_of_one_input_hold_their_dense_experts_one_after_the_other(
 def test_a_trace_raises_mlxs_own_error_and_leaves_nothing_broken(bits: int | None) -> None:
     x, indices = call(COUNTS["several rows each"])
     weight = weights(mx.float32, bits)
-    calls = [lambda a, i: experts.dense(a, weight, None, i, "eager")]
+    calls = [lambda a, i: experts.dense(Call(a, weight, None, i), "eager")]
     for form, boundary in itertools.product(forms_for(weight), ("eager", "none")):
         calls.append(
             lambda a, i, form=form, boundary=boundary: experts.run_experts(
-                a, weight, None, i, 10, form, boundary, "native"
+                Call(a, weight, None, i), 10, form, boundary, "native"
             )
         )
     for function in calls:
