@@ -91,6 +91,8 @@ def _provenance(run: Run) -> str:
     scale = number(run.options.get("scale"))
     if scale is not None and scale > 1:
         marks.append(f"the paper's sizes divided by {scale:g}")
+    if run.processes > 1:
+        marks.append(f"{run.processes} processes a cell")
     marks += [f"forced although {reason}" for reason in run.forced]
     told = f"; {'; '.join(marks)}" if marks else ""
     return f"{run.file}: {run.when[:10] or 'undated'}{told}."

@@ -340,6 +340,7 @@ def test_a_run_killed_between_the_processes_of_its_cells_says_so(tmp_path: Path)
     page, markdown = made(tmp_path)
     assert f"- made-up-chip-2-cores-cpu/{file.name}: of 3 processes: cut (2), once (1)" in markdown
     assert "Cut short" in page.text
+    assert "3 processes a cell" in markdown
 
 
 def test_a_run_killed_before_its_first_cell(tmp_path: Path) -> None:
