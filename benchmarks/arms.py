@@ -20,6 +20,7 @@ from fusionml import split
 from fusionml.measure import order, paired_ratio, relative_error, unstable
 
 AGAIN = "again"
+NOT_TIMED = "not timed: "
 Call = Callable[[], Any]
 
 
@@ -82,13 +83,13 @@ def measure(
     for _ in range(options.warm_ups):
         for arm in timed.values():
             seconds(arm)
-    samples = sample(timed, options.samples, cool_down)
+    samples = sample(timed, options.samples, cool_down, options.first)
     errors = {name: found.error for name, found in checked.items() if name != baseline}
     result = summarise({name: samples.get(name, []) for name in [*made, *timed]}, baseline, errors)
     for name, found in checked.items():
         result["arms"][name]["peak_bytes"] = found.peak_bytes
         if found.refused is not None:
-            result["arms"][name]["warnings"].append(f"not timed: {found.refused}")
+            result["arms"][name]["warnings"].append(f"{NOT_TIMED}{found.refused}")
     return result
 
 
@@ -100,10 +101,13 @@ def seconds(arm: Arm) -> float:
         return time.perf_counter() - start
 
 
-def sample(arms: Mapping[str, Arm], rounds: int, cool_down: float) -> dict[str, list[float]]:
-    """Seconds of each arm, in turns, with the garbage collector out of the way."""
+def sample(arms: Mapping[str, Arm], rounds: int, cool_down: float, before: int = 0) -> dict[str, list[float]]:
+    """Seconds of each arm, in turns, with the garbage collector out of the way.
+
+    `before` rounds were another process's.
+    """
     taken: dict[str, list[float]] = {name: [] for name in arms}
-    turns = order(list(arms), rounds) if len(arms) > 1 else list(arms) * rounds
+    turns = order(list(arms), rounds, before=before) if len(arms) > 1 else list(arms) * rounds
     gc.collect()
     gc.disable()
     try:

@@ -16,6 +16,7 @@ import numpy as np
 
 from benchmarks import arms, checkpoints
 from benchmarks.experiment import Cell, Experiment, Options
+from benchmarks.processes import told_of_each
 from fusionml import loading, split
 from fusionml.calibrate import Bench, boundary_seconds, search_site, shapes
 from fusionml.plans import DENSE, SPLIT, STOCK
@@ -94,9 +95,13 @@ def measure(cell: Cell, options: Options) -> Cell:
 
 
 def conclude(parameters: Cell, result: Cell) -> Cell:
-    """By how much the choice is slower than the grid's best, as a share of that."""
+    """By how much the choice is slower than the grid's best, as a share of that; each process's own."""
     chosen, best = (result["arms"][name]["median"] for name in ("chosen", "best of the grid"))
-    return {"slower_than_best": chosen / best - 1 if chosen and best else None}
+    return {
+        "slower_than_best": chosen / best - 1 if chosen and best else None,
+        "chosen_by_each": told_of_each(result, "chosen"),
+        "best_of_each": told_of_each(result, "best"),
+    }
 
 
 def exhaustive(bench: Bench, way: Way, step: float) -> dict[float, float]:

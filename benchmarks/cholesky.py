@@ -16,6 +16,7 @@ import numpy as np
 from benchmarks import arms, pair_model
 from benchmarks.arms import Arm
 from benchmarks.experiment import Cell, Experiment, Options
+from benchmarks.processes import told_of_each
 from fusionml import split
 from fusionml.pair_model import sentence
 
@@ -137,6 +138,11 @@ def measure(parameters: Cell, options: Options) -> Cell:
     return result
 
 
+def conclude(parameters: Cell, result: Cell) -> Cell:
+    """The share that each process chose."""
+    return {"shares": told_of_each(result, "share")}
+
+
 def _split(a: mx.array, block: int, share: float) -> Arm:
     return Arm(lambda: factor(a, block, share))
 
@@ -157,4 +163,5 @@ EXPERIMENT = Experiment(
     memory=memory,
     flop=SIZES[-1] ** 3 / 3,
     arguments=arguments,
+    conclude=conclude,
 )

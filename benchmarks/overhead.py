@@ -84,14 +84,15 @@ def known_layer(width: int = WIDTH) -> nn.Linear:
 
 def calls(cell: Cell, options: Options) -> Cell:
     """Seconds of one call, stock and patched."""
-    samples = sample(known_layer(cell["width"]), cell["rows"], options.samples, cell["calls"])
+    samples = sample(known_layer(cell["width"]), cell["rows"], options.samples, cell["calls"], options.first)
     return {**arms.summarise(samples), "figures": {}}
 
 
 def conclude(cell: Cell, result: Cell) -> Cell:
-    """How much more a patched call takes; nothing of decoding steps, whose ratio says all."""
+    """How much more a patched call takes, or tokens a second."""
     if "width" not in cell:
-        return {}
+        medians = {name: arm["median"] for name, arm in result["arms"].items()}
+        return {"tokens_per_second": {name: cell["tokens"] / one for name, one in medians.items() if one}}
     stock, patched, again = (result["arms"][name]["samples"] for name in ARMS)
     more = extra(stock, patched, groups(result))
     return {
@@ -116,12 +117,12 @@ def seconds(call: Callable[[], Any], count: int) -> float:
         gc.enable()
 
 
-def sample(layer: nn.Linear, rows: int, pairs: int, count: int) -> Samples:
-    """Seconds of a call with `rows` rows, `pairs` samples of each arm in turns."""
+def sample(layer: nn.Linear, rows: int, pairs: int, count: int, before: int = 0) -> Samples:
+    """Seconds of a call with `rows` rows, `pairs` samples of each arm in turns, `before` taken elsewhere."""
     x = mx.ones((1, rows, layer.weight.shape[1]))
     mx.eval(x)
     samples: Samples = {arm: [] for arm in ARMS}
-    for arm in order(ARMS, pairs):
+    for arm in order(ARMS, pairs, before=before):
         with patched(enabled=True, min_rows=MIN_ROWS) if arm == "patched" else contextlib.nullcontext():
             samples[arm].append(seconds(lambda: layer(x), count))
     return samples
@@ -160,8 +161,7 @@ def decoding(cell: Cell, options: Options) -> Cell:
         return mx.concatenate(tokens)
 
     result = arms.measure({"stock": decode, "patched": Arm(decode, patched)}, options, tolerance=0.0)
-    rates = {arm_name: steps / arm["median"] for arm_name, arm in result["arms"].items() if arm["median"]}
-    return {**result, "figures": {"model": name, "tokens_per_second": rates}}
+    return {**result, "figures": {"model": name}}
 
 
 EXPERIMENT = Experiment(

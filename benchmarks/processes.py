@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks import arms
 from benchmarks.experiment import Cell, Experiment, Options
 
-NOT_TIMED = "not timed: "
+DRIFT = "the samples drift"
 
 
 def shares(options: Options, *, whole: bool) -> list[Options]:
@@ -41,8 +41,8 @@ def join(chosen: Experiment, parameters: Cell, results: Sequence[Cell]) -> Cell:
     """The result of a cell, with `processes` where there were several.
 
     Samples follow one another by process; an error or a peak is the largest of any; an arm that one of them
-    did not time has no samples. Figures and trace are the first process's, but for what the experiment
-    concludes from all samples.
+    did not time has no samples. A drift is one process's: that they differ is none. Figures and trace are the
+    first process's, but for what the experiment concludes from all samples.
 
     Args:
         chosen: the experiment.
@@ -52,6 +52,7 @@ def join(chosen: Experiment, parameters: Cell, results: Sequence[Cell]) -> Cell:
     first = results[0]
     joined = dict(first) if len(results) == 1 else {**first, **_joined(results)}
     concluded = chosen.conclude(parameters, joined) if joined.get("arms") else {}
+    # Concluded ones win, and are told first.
     return {**joined, "figures": {**concluded, **first.get("figures", {}), **concluded}}
 
 
@@ -65,26 +66,44 @@ def figures(result: Mapping[str, Any]) -> list[Cell]:
     return [each["figures"] for each in result.get("processes", [result])]
 
 
+def told_of_each(result: Mapping[str, Any], name: str) -> str:
+    """A figure that every process found for itself, of all of them, e.g. a share that it chose."""
+    return ", ".join(f"{part[name]:.3g}" for part in figures(result))
+
+
 def _joined(results: Sequence[Cell]) -> Cell:
     first, baseline = results[0], results[0].get("baseline")
     told = [{"samples": _count(each), "figures": each.get("figures", {})} for each in results]
     if not first.get("arms"):
         return {"processes": told}
     names = list(dict.fromkeys(name for each in results for name in each["arms"]))
-    errors = {name: _largest(each["errors"].get(name) for each in results) for name in first["errors"]}
     joined = arms.summarise(
         {name: _samples(results, name) for name in names},
         baseline,
-        errors,
+        {name: _error(each["errors"].get(name) for each in results) for name in first["errors"]},
         groups=[each["samples"] for each in told],
     )
     for name, arm in joined["arms"].items():
         found = [each["arms"][name] for each in results if name in each["arms"]]
         arm["peak_bytes"] = _largest(each.get("peak_bytes") for each in found)
-        arm["warnings"] += dict.fromkeys(
-            warning for each in found for warning in each["warnings"] if warning.startswith(NOT_TIMED)
-        )
+        arm["warnings"] = _warnings(arm, found, len(results))
     return {**joined, "processes": told}
+
+
+def _warnings(arm: Cell, found: Sequence[Cell], processes: int) -> list[str]:
+    """What speaks against all samples, or against those of one process."""
+    every = dict.fromkeys(warning for each in found for warning in each["warnings"])
+    if not arm["samples"]:
+        untimed = [warning for warning in every if warning.startswith(arms.NOT_TIMED)]
+        return untimed or [f"{arms.NOT_TIMED}only {len(found)} of {processes} processes had it"]
+    spread = [warning for warning in arm["warnings"] if not warning.startswith(DRIFT)]
+    return spread + [warning for warning in every if warning.startswith(DRIFT)]
+
+
+def _error(values: Iterable[float | None]) -> float | None:
+    """The largest; None where one is not finite, or nothing was compared."""
+    found = list(values)
+    return None if None in found else max(value for value in found if value is not None)
 
 
 def _count(result: Cell) -> int:

@@ -42,7 +42,7 @@ def _covered(runs: Sequence[Run]) -> str:
         for mark, holds in (
             ("quick", run.quick),
             ("forced", bool(run.forced)),
-            ("ended early", bool(run.missing)),
+            ("ended early", bool(run.missing) or run.end is None),
         )
         if holds
     ]

@@ -30,7 +30,7 @@ from fusionml.settings import names, variable
 VERSION = 1
 ROOT = Path(__file__).parent.parent
 CELL_SECONDS, QUICK_CELL_SECONDS = 3600.0, 300.0
-"""Longest that one cell may take: one that hangs must not cost the others."""
+"""Longest that one process of a cell may take: one that hangs must not cost the others."""
 EMPTY: Cell = {"baseline": None, "arms": {}, "ratios": {}, "aa": None, "errors": {}, "figures": {}}
 COOL = (None, "nominal")
 OF_A_PROCESS = ("first", "shared")
@@ -83,7 +83,7 @@ def run(job: Run, progress: Progress = lambda what, done, planned: None) -> tupl
         raise RefusedError("; ".join(reasons))
     document = _begin(job, list(made), reasons)
     file = _new_file(job.results, document)
-    rest = job.cool_down / job.options.processes  # each does that part of a cell's work
+    rest = job.cool_down / job.options.processes  # a cell rests as long whoever measures it
     turns = [
         (part, cell) for part in processes.shares(job.options, whole=job.experiment.whole) for cell in cells
     ]
@@ -202,7 +202,12 @@ def _told(job: Run, cell: _Taken) -> Cell:
     }
     if not results:
         return told
-    joined = {**EMPTY, **processes.join(job.experiment, cell.parameters, results)}
+    try:
+        joined = {**EMPTY, **processes.join(job.experiment, cell.parameters, results)}
+        json.dumps(joined, allow_nan=False)
+    except Exception as error:
+        # What its processes measured cannot be put together: it must not cost the other cells.
+        return {**told, "status": "failed", "error": f"{type(error).__name__}: {error}"}
     for part, answer in zip(joined.get("processes", []), cell.answers, strict=False):
         part |= {"seconds": answer["seconds"], "environment": answer["environment"]}
     return {**told, **joined}

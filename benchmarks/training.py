@@ -162,6 +162,8 @@ def conclude(parameters: Cell, result: Cell) -> Cell:
     if twin not in result["arms"]:
         return {}
     stock, samples = (result["arms"][name]["samples"] for name in (twin, "split"))
+    if not (stock and samples):
+        return {}
     matched = paired_ratio(stock, samples, groups=groups(result))
     return {
         "apparent speedup": result["ratios"]["split"]["value"],

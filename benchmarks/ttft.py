@@ -259,7 +259,7 @@ def _rounds(
             bench.run(arm, SEED + 1 + number, answer)
     bench.calls.clear()
     runs: dict[str, list[Run]] = {arm: [] for arm in names}
-    for turn, arm in enumerate(order(names, rounds)):
+    for turn, arm in enumerate(order(names, rounds, before=options.first)):
         runs[arm].append(bench.run(arm, options.first + 1 + turn // len(names), answer))
     return runs, warm_ups
 
@@ -282,7 +282,7 @@ def _summary(
     for arm, done in runs.items():
         cell["arms"][arm]["peak_bytes"] = max(run.peak_memory for run in done)
     for arm, why in left_out.items():
-        cell["arms"][arm]["warnings"].append(f"not timed: {why}")
+        cell["arms"][arm]["warnings"].append(f"{arms.NOT_TIMED}{why}")
     return cell
 
 

@@ -36,17 +36,19 @@ class Ratio:
         return f"{self.value:.2f}x [{self.low:.2f}, {self.high:.2f}]"
 
 
-def order(arms: Sequence[str], pairs: int) -> list[str]:
+def order(arms: Sequence[str], pairs: int, *, before: int = 0) -> list[str]:
     """The interleaved order in which to run the arms: A B, B A, A B, ...; each appears `pairs` times.
 
     Every second round is reversed, so that a steady drift of the machine favours no arm. With more than two
-    arms a round is all of them. For an A/A run give the same arm two labels.
+    arms a round is all of them. For an A/A run give the same arm two labels. `before` rounds were taken
+    elsewhere, so that these go on from there.
     """
     if len(arms) < 2 or len(set(arms)) != len(arms):
         raise ValueError(f"arms must be at least two different labels, not {list(arms)!r}")
     if not isinstance(pairs, int) or pairs < 1:
         raise ValueError(f"pairs must be a whole number of at least 1, not {pairs!r}")
-    return [arm for i in range(pairs) for arm in (arms if i % 2 == 0 else reversed(arms))]
+    rounds = range(before, before + pairs)
+    return [arm for i in rounds for arm in (arms if i % 2 == 0 else reversed(arms))]
 
 
 def paired_ratio(
@@ -68,8 +70,8 @@ def paired_ratio(
     independent is too narrow. `groups`, the numbers of pairs that each process took, in order, has whole
     processes drawn first and then pairs of each ("two-stage bootstrap"), its tails widened for so few
     processes. In simulated runs of five processes it holds the truth in 96 to 100 %, whether they differ or
-    not; the other interval in 64 to 95 % where they differ by as much as the pairs of one do. None, or one
-    group, is one process.
+    not; the other interval in 64 to 95 % where they differ by as much as the pairs of one do. Fewer processes
+    that differ reach no 95 %: four 91 to 97, three 80 to 97, two 60 to 93 %. None, or one group, is one.
 
     ValueError for unequal lengths, no pairs, groups that do not add up, or a time that is not positive and
     finite.

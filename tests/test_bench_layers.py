@@ -91,7 +91,8 @@ def test_seconds_are_of_one_call_after_a_warm_up() -> None:
 
 
 def test_decoding_gives_the_same_tokens_from_the_same_prompt(checkpoint: str) -> None:
-    result = overhead.measure({"model": checkpoint, "prompt": 8, "tokens": 3}, FEW)
+    cell = {"model": checkpoint, "prompt": 8, "tokens": 3}
+    result = join(overhead.EXPERIMENT, cell, [overhead.measure(cell, FEW)])
     assert result["errors"] == {"patched": 0.0}
     rates = result["figures"]["tokens_per_second"]
     assert rates["stock"] == pytest.approx(3 / result["arms"]["stock"]["median"])

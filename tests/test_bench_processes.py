@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks import arms, library
 from benchmarks.experiment import Options
 from benchmarks.processes import groups, join, shares
-from fusionml.measure import paired_ratio
+from fusionml.measure import order, paired_ratio
 
 
 @given(st.integers(1, 60), st.integers(0, 12), st.integers(1, 7))
@@ -69,12 +70,44 @@ def test_one_process_is_left_as_it_is() -> None:
     assert found == {**FIRST, "figures": {"share": 0.5, "concluded": 2}}
 
 
+SILENT = replace(toys.EXPERIMENT, conclude=lambda *_: {})
+
+
+def test_an_arm_that_one_process_did_not_have_says_so() -> None:
+    lacking = part([3.0], [1.0])
+    del lacking["arms"]["other"], lacking["errors"]["other"]
+    for results in ([FIRST, lacking], [lacking, FIRST]):
+        other = join(SILENT, {}, results)["arms"]["other"]
+        assert other["samples"] == []
+        assert other["warnings"] == ["not timed: only 1 of 2 processes had it"]
+
+
+def test_an_error_that_is_not_finite_stays_unknown() -> None:
+    assert join(SILENT, {}, [part([2.0], [1.0], math.inf), SECOND])["errors"] == {"other": None}
+
+
+def test_a_drift_is_one_processs_and_no_difference_between_them() -> None:
+    def found(*every: list[float]) -> list[str]:
+        return join(SILENT, {}, [part(times, times) for times in every])["arms"]["other"]["warnings"]
+
+    rising = [1 + 0.015 * n for n in range(10)]
+    assert found(rising, rising) == ["the samples drift: slower by 13% over the run"]
+    assert found([1.0] * 10, [1.05] * 10, [1.1] * 10) == []
+
+
+def test_rounds_go_on_where_the_last_process_ended() -> None:
+    """So that no arm comes first more often than the others, however odd the shares are."""
+    every: list[str] = []
+    for each in shares(Options(samples=10, warm_ups=0, processes=3), whole=False):
+        every += order(["a", "b"], each.samples, before=each.first)
+    assert every == order(["a", "b"], 10)
+
+
 def test_an_arm_that_one_process_did_not_time_has_no_samples() -> None:
     """Half of its samples would be held against another process's stock."""
     refused = part([3.0], [1.0])
     refused["arms"]["other"] = {"samples": [], "median": None, "warnings": ["not timed: it differs"]}
-    concluding = replace(toys.EXPERIMENT, conclude=lambda *_: {})
-    found = join(concluding, {}, [FIRST, refused])
+    found = join(SILENT, {}, [FIRST, refused])
     assert found["arms"]["other"]["samples"] == []
     assert found["arms"]["other"]["warnings"] == ["not timed: it differs"]
     assert "other" not in found["ratios"]

@@ -162,6 +162,21 @@ def test_a_process_that_fails_leaves_what_others_measured(tmp_path: Path) -> Non
     assert schema.problems(document) == []
 
 
+def test_a_conclusion_that_cannot_be_drawn_costs_one_cell(tmp_path: Path) -> None:
+    def conclude(parameters: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+        if parameters["kind"] == "once":
+            raise ValueError("no sample of split")
+        return {}
+
+    job = replace(several(tmp_path, "once", "fine"), experiment=replace(toys.EXPERIMENT, conclude=conclude))
+    _, document = runner.run(job)
+    once, fine = document["cells"]
+    assert (once["status"], once["error"]) == ("failed", "ValueError: no sample of split")
+    assert (fine["status"], len(fine["processes"])) == ("done", 2)
+    assert document["environment"]["end"] is not None
+    assert schema.problems(document) == []
+
+
 def test_a_run_killed_between_two_processes_keeps_the_first(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass

@@ -23,6 +23,7 @@ from benchmarks import checkpoints, ttft
 from benchmarks.experiment import Options
 from fusionml import calibrate, machine, split
 from fusionml.compare import Run
+from fusionml.measure import paired_ratio
 from fusionml.patching import session
 from fusionml.session import open_table
 from fusionml.table import Entry
@@ -135,6 +136,14 @@ def test_several_processes_ask_different_prompts_and_calibrate_once(
         calibrated.append(args)
         return measured(*args)
 
+    asked: list[tuple[int, ...]] = []
+    generate = ttft.generate_once
+
+    def spy(model: Any, arm: str, ids: list[int], tokens: int) -> Run:
+        asked.append(tuple(ids))
+        return generate(model, arm, ids, tokens)
+
+    monkeypatch.setattr(ttft, "generate_once", spy)
     monkeypatch.setattr(checkpoints, "calibrate", once)
     given = replace(options(ttft.EXPERIMENT, *flags), samples=5, processes=2)
     file, cells = run(monkeypatch, tmp_path, ttft.EXPERIMENT, given)
@@ -144,6 +153,7 @@ def test_several_processes_ask_different_prompts_and_calibrate_once(
     lines = transcripts(file)
     assert {line["round"] for line in lines} == {1, 2, 3, 4, 5}
     assert len({line["prompt"] for line in lines}) == 5
+    assert len(set(asked)) == 5 + 1, "those that are measured, and one to warm up"
     for line in lines:
         assert line["ttft"] == cell["arms"][line["arm"]]["samples"][line["round"] - 1]
     told = cell["figures"]
@@ -151,6 +161,9 @@ def test_several_processes_ask_different_prompts_and_calibrate_once(
     assert told["answers"]["stock again"] == {"answers": 5, "identical": 5, "divergence": None}
     assert told["answers, stock again"] == "5 of 5 token-identical"
     assert len(told["decode"]["default"]["samples"]) == told["decode"]["default"]["ratio"]["pairs"] == 5
+    decode = {arm: [1 / rate for rate in found["samples"]] for arm, found in told["decode"].items()}
+    grouped = paired_ratio(decode["stock"], decode["default"], groups=[3, 2])
+    assert told["decode"]["default"]["ratio"]["low"] == pytest.approx(grouped.low)
     assert [len(part["figures"]["decode"]["default"]) for part in cell["processes"]] == [3, 2]
 
 
