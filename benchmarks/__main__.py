@@ -10,11 +10,11 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks import experiment, runner, scale, table
+from benchmarks.checkpoints import at_least
 from benchmarks.experiment import Cell, Experiment, Options
 
 RESULTS = Path("results")
@@ -87,23 +87,14 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="a tenth of the samples, small sizes: under a minute")
     add(
         "--scale",
-        type=_at_least(0),
+        type=at_least(0),
         default=0,
         help="divide the paper's sizes by this; 0 (default) measures the machine and chooses",
     )
-    add("--samples", type=_at_least(1), default=None, help="samples of each arm (default: the paper's)")
+    add("--samples", type=at_least(1), default=None, help="samples of each arm (default: the paper's)")
     add("--force", action="store_true", help="run on battery, in low-power mode or short of memory; says so")
     add("--results", type=Path, default=RESULTS, help="folder for the JSON (default: results)")
     add("--cool-down", type=float, default=None, help="seconds to rest for each cell (default: 3, quick: 0)")
-
-
-def _at_least(least: int) -> Any:
-    def whole_number(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return whole_number
 
 
 def parse(chosen: Experiment, rest: Sequence[str]) -> argparse.Namespace:

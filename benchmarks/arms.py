@@ -139,7 +139,7 @@ def summarise(
     }
     return {
         "baseline": baseline,
-        "arms": {name: _arm(times) for name, times in samples.items()},
+        "arms": {name: _arm(times, groups) for name, times in samples.items()},
         "aa": ratios.pop(twin, None),
         "ratios": ratios,
         "errors": {name: _finite(error) for name, error in (errors or {}).items()},
@@ -151,10 +151,10 @@ def _finite(error: float | None) -> float | None:
     return error if error is not None and math.isfinite(error) else None
 
 
-def _arm(times: Sequence[float]) -> dict[str, Any]:
+def _arm(times: Sequence[float], groups: Sequence[int] | None) -> dict[str, Any]:
     if not times:
         return {"samples": [], "median": None, "warnings": []}
-    return {"samples": list(times), "median": median(times), "warnings": unstable(times)}
+    return {"samples": list(times), "median": median(times), "warnings": unstable(times, groups=groups)}
 
 
 def cpu_types(dtype: mx.Dtype) -> tuple[str, ...]:

@@ -128,6 +128,8 @@ def counts(experiment: Experiment, quick: bool, samples: int | None, *, scaled: 
 
 def processes(experiment: Experiment, quick: bool, samples: int) -> int:
     """How many processes measure a cell of so many samples; a quick run starts one only."""
-    if quick or experiment.whole:
-        return 1 if quick else experiment.processes
+    if quick:
+        return 1
+    if experiment.whole:
+        return experiment.processes
     return max(1, min(experiment.processes, samples // LEAST_EACH))

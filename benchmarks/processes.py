@@ -14,8 +14,6 @@ from typing import Any
 from benchmarks import arms
 from benchmarks.experiment import Cell, Experiment, Options
 
-DRIFT = "the samples drift"
-
 
 def shares(options: Options, *, whole: bool) -> list[Options]:
     """What each process of a cell is asked for: its part of the samples and, rounded up, of the warm-ups.
@@ -41,8 +39,8 @@ def join(chosen: Experiment, parameters: Cell, results: Sequence[Cell]) -> Cell:
     """The result of a cell, with `processes` where there were several.
 
     Samples follow one another by process; an error or a peak is the largest of any; an arm that one of them
-    did not time has no samples. A drift is one process's: that they differ is none. Figures and trace are the
-    first process's, but for what the experiment concludes from all samples.
+    did not time has no samples. Figures and trace are the first process's, but for what the experiment
+    concludes from all samples.
 
     Args:
         chosen: the experiment.
@@ -86,18 +84,16 @@ def _joined(results: Sequence[Cell]) -> Cell:
     for name, arm in joined["arms"].items():
         found = [each["arms"][name] for each in results if name in each["arms"]]
         arm["peak_bytes"] = _largest(each.get("peak_bytes") for each in found)
-        arm["warnings"] = _warnings(arm, found, len(results))
+        if not arm["samples"]:
+            arm["warnings"] = _untimed(found, len(results))
     return {**joined, "processes": told}
 
 
-def _warnings(arm: Cell, found: Sequence[Cell], processes: int) -> list[str]:
-    """What speaks against all samples, or against those of one process."""
+def _untimed(found: Sequence[Cell], processes: int) -> list[str]:
+    """Why an arm has no samples."""
     every = dict.fromkeys(warning for each in found for warning in each["warnings"])
-    if not arm["samples"]:
-        untimed = [warning for warning in every if warning.startswith(arms.NOT_TIMED)]
-        return untimed or [f"{arms.NOT_TIMED}only {len(found)} of {processes} processes had it"]
-    spread = [warning for warning in arm["warnings"] if not warning.startswith(DRIFT)]
-    return spread + [warning for warning in every if warning.startswith(DRIFT)]
+    told = [warning for warning in every if warning.startswith(arms.NOT_TIMED)]
+    return told or [f"{arms.NOT_TIMED}only {len(found)} of {processes} processes had it"]
 
 
 def _error(values: Iterable[float | None]) -> float | None:

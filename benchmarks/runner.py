@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
+from benchmarks.cell import last_line
 from benchmarks.experiment import NAMES, Cell, Experiment, Options
 from fusionml import machine, pressure
 from fusionml.session import BUSY
@@ -207,7 +208,7 @@ def _told(job: Run, cell: _Taken) -> Cell:
         json.dumps(joined, allow_nan=False)
     except Exception as error:
         # What its processes measured cannot be put together: it must not cost the other cells.
-        return {**told, "status": "failed", "error": f"{type(error).__name__}: {error}"}
+        return {**told, "status": "failed", "error": last_line(error)}
     for part, answer in zip(joined.get("processes", []), cell.answers, strict=False):
         part |= {"seconds": answer["seconds"], "environment": answer["environment"]}
     return {**told, **joined}

@@ -308,12 +308,14 @@ def _decode(names: Sequence[str], parts: Sequence[Mapping[str, Sequence[float]]]
         return {"decode": None}
     each = {arm: [1 / rate for rate in found] for arm, found in rates.items()}
     by_process = [len(part[STOCK]) for part in parts]
-    ratios = {arm: asdict(paired_ratio(each[STOCK], each[arm], groups=by_process)) for arm in names}
+    ratios = {
+        arm: asdict(paired_ratio(each[STOCK], each[arm], groups=by_process)) for arm in names if arm != STOCK
+    }
     found = {
         arm: {
             "tokens_per_second": median(rates[arm]),
             "samples": rates[arm],
-            "ratio": None if arm == STOCK else ratios[arm],
+            "ratio": ratios.get(arm),
         }
         for arm in names
     }

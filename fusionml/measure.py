@@ -131,10 +131,13 @@ def drift(samples: Sequence[float]) -> float | None:
     return float(np.median(rise / (late - early)) * (n - 1) / np.median(times))
 
 
-def unstable(samples: Sequence[float]) -> list[str]:
-    """Why these samples should not be trusted, a sentence each; empty when they are stable."""
+def unstable(samples: Sequence[float], *, groups: Sequence[int] | None = None) -> list[str]:
+    """Why these samples should not be trusted, a sentence each; empty when they are stable.
+
+    `groups` as for `paired_ratio`: a drift is one process's, and that processes differ is none.
+    """
     warnings = []
-    width, trend = spread(samples), drift(samples)
+    width, ends = spread(samples), np.cumsum(_sizes(groups, len(samples)))
     if width is None:
         warnings.append("only 1 sample: its spread is unknown")
     elif width > SPREAD_LIMIT:
@@ -142,11 +145,13 @@ def unstable(samples: Sequence[float]) -> list[str]:
             f"the standard deviation is {width:.0%} of the mean (over {SPREAD_LIMIT:.0%}): "
             f"from {min(samples):.3g} to {max(samples):.3g} in {len(samples)} samples"
         )
-    if trend is not None and abs(trend) > DRIFT_LIMIT:
-        warnings.append(
-            f"the samples drift: {'slower' if trend > 0 else 'faster'} by {abs(trend):.0%} over the run"
-        )
-    return warnings
+    for part in np.split(np.asarray(samples), ends[:-1]):
+        trend = drift(part.tolist())
+        if trend is not None and abs(trend) > DRIFT_LIMIT:
+            warnings.append(
+                f"the samples drift: {'slower' if trend > 0 else 'faster'} by {abs(trend):.0%} over the run"
+            )
+    return list(dict.fromkeys(warnings))
 
 
 def relative_error(result: ArrayLike, reference: ArrayLike) -> float:
